@@ -1,0 +1,66 @@
+"""On what a run runs, and the launcher's words derived from that alone."""
+
+import os
+import sys
+from typing import Literal
+
+from pydantic import PositiveInt, model_validator
+
+from draftlab.runs.provenance import num_cores
+from draftlab.settings.base import Settings
+
+
+class HardwareSettings(Settings):
+    """Keys of conf/hardware/*.yaml.
+
+    Attributes:
+        kind: processor, one CUDA device, or one CUDA device a process.
+        num_processes: processes that train together.
+        mixed_precision: what autocast computes in; weights stay as they are.
+        threads: threads of each process; None shares the cores among the processes.
+    """
+
+    kind: Literal["cpu", "single_gpu", "ddp"]
+    num_processes: PositiveInt
+    mixed_precision: Literal["bf16", "fp16", "none"]
+    threads: PositiveInt | None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "HardwareSettings":
+        if self.kind == "single_gpu" and self.num_processes != 1:
+            raise ValueError(
+                f"hardware=single_gpu runs one process, not {self.num_processes}; "
+                "use hardware=ddp for one process a device"
+            )
+        if self.kind == "cpu" and self.mixed_precision == "fp16":
+            raise ValueError("mixed_precision=fp16 does not work on a processor; use bf16 or none")
+        return self
+
+    def resolved(self) -> "HardwareSettings":
+        """Decide what was left open, once, so that a resumed run computes the same."""
+        threads = self.threads or max(1, num_cores() // self.num_processes)
+        return self.model_copy(update={"threads": threads})
+
+
+def launcher_command(hardware: HardwareSettings, words: list[str]) -> list[str]:
+    """Give the command that starts `python -m WORDS` in every process."""
+    # --multi_gpu means "through torchrun"; `launcher_environment` keeps cpu runs off devices
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
+        *("--num_machines", "1", "--num_processes", str(hardware.num_processes)),
+        *("--mixed_precision", accelerate_precision(hardware), "--dynamo_backend", "no"),
+        *("--main_process_port", "0", "--module", *words),
+    ]
+
+
+def launcher_environment(hardware: HardwareSettings) -> dict[str, str]:
+    """Give the environment of the launched processes: ours, plus threads and device choice."""
+    ours = {"OMP_NUM_THREADS": str(hardware.resolved().threads)}
+    if hardware.kind == "cpu":
+        ours |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **ours}
+
+
+def accelerate_precision(hardware: HardwareSettings) -> str:
+    """Give Accelerate's word for the precision."""
+    return "no" if hardware.mixed_precision == "none" else hardware.mixed_precision

@@ -1,0 +1,112 @@
+"""How a run starts: composed once here, then done by one process or several from the run folder.
+
+In: the words of a command line. Out: a finished `RunDir`. Workers read RUN/config.yaml and never
+see Hydra, so every rank has the same settings and the same folder.
+"""
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftlab.cli.hardware import launcher_command, launcher_environment
+from draftlab.cli.schema import RunSettings, settings_of
+from draftlab.cli.worker import read_run_settings, work
+from draftlab.errors import ConfigError, DraftlabError
+from draftlab.runs.provenance import collect_provenance
+from draftlab.runs.run_dir import RunDir, create_run, list_runs, open_run, write_json
+from draftlab.settings.compose import compose
+
+
+def launch_training(words: Sequence[str]) -> RunDir:
+    """Train as the words say: a new run, or the rest of an interrupted one.
+
+    Args:
+        words: key=value words.
+
+    Raises:
+        ConfigError: the words do not compose.
+        DraftlabError: a worker process failed.
+        KeyboardInterrupt: with the command that goes on.
+    """
+    run, settings = prepare_run(words)
+    if run.is_finished:
+        return run
+    try:
+        if settings.hardware.num_processes == 1:
+            work(run)
+        else:
+            _work_in_processes(run, settings)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"draftlab train resume={run.path}") from None
+    return run
+
+
+def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
+    """Compose, check, and find or make the run folder; nothing heavy happens before.
+
+    Raises:
+        ConfigError: the words do not compose.
+    """
+    named = [word for word in words if word.startswith("resume=")]
+    if named and named[-1] not in ("resume=auto", "resume=never"):
+        return _reopen(named[-1].partition("=")[2], [word for word in words if word not in named])
+    composed = compose("train", words)
+    if isinstance(composed.data["drafter"], str):
+        name = composed.data["drafter"]
+        raise ConfigError(
+            f"drafter={name} names a trained drafter, and training starts from a kind; to train "
+            f"it further pass init={name}"
+        )
+    settings = settings_of(RunSettings, composed)
+    digest = _digest(settings)
+    family = settings.paths.outputs / (composed.recipe or "adhoc")
+    if settings.resume == "auto" and (run := _interrupted_run(family, digest)):
+        return run, read_run_settings(run)
+    settings = settings.model_copy(update={"hardware": settings.hardware.resolved()})
+    run = create_run(settings.paths.outputs, composed.recipe or "adhoc")
+    provenance = collect_provenance(seed=settings.seed)
+    write_json(run.provenance_path, {**provenance, "settings_sha256": digest})
+    run.write_config(settings.model_dump(mode="json"))
+    return run, settings
+
+
+def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:
+    if others:
+        raise ConfigError(
+            f"a resumed run keeps its settings: drop {' '.join(others)}; to train its drafter "
+            f"further with other settings pass init={name} instead of resume={name}"
+        )
+    run = open_run(name)
+    return run, read_run_settings(run)
+
+
+def _digest(settings: RunSettings) -> str:
+    data = settings.model_dump(mode="json", exclude={"resume"})
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _interrupted_run(family: Path, digest: str) -> RunDir | None:
+    """Find the newest run of these settings that stopped before its end and is not running now."""
+    for run in reversed(list_runs(family)):
+        if run.is_finished or not run.provenance_path.is_file():
+            continue
+        saved = json.loads(run.provenance_path.read_text(encoding="utf-8"))
+        if saved.get("settings_sha256") == digest and not run.is_running:
+            return run
+    return None
+
+
+def _work_in_processes(run: RunDir, settings: RunSettings) -> None:
+    words = ["draftlab.cli.worker", str(run.path)]
+    done = subprocess.run(
+        launcher_command(settings.hardware, words),
+        env=launcher_environment(settings.hardware),
+        check=False,
+    )
+    if done.returncode != 0:
+        raise DraftlabError(
+            f"a worker of {run.path} failed (exit code {done.returncode}); what it said stands "
+            f"above and in {run.log_path}; to go on: draftlab train resume={run.path}"
+        )

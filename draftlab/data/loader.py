@@ -1,0 +1,398 @@
+"""A data set read, rendered, checked, counted and cached: everything before the first step.
+
+In: `DataSettings` and the target's tokenizer. Out: `Prepared`: samples, held-out samples and a
+report that says what became of every row. Read first: `prepare`.
+
+The cache is keyed by what the rows depend on (content of the files, tokenizer, template, settings),
+never by names, sizes or times (case O-11).
+"""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.data.chat import (
+    RowProblem,
+    check_template,
+    compute_tokenizer_fingerprint,
+    encode_chat,
+    find_answer_marker,
+    load_template,
+)
+from draftlab.data.conversations import (
+    Conversation,
+    Reading,
+    describe_bad_lines,
+    list_files,
+    read_files,
+    read_hub,
+)
+from draftlab.data.files import compute_file_sha256, write_whole
+from draftlab.data.packing import Sample, cut_samples
+from draftlab.data.prompts import load_prompts
+from draftlab.data.settings import DataSettings
+from draftlab.errors import DataError
+from draftlab.randomness import derive_seed
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1  # raise it whenever equal inputs give other rows
+_MAX_EXAMPLES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What became of the rows. Counts in chats, samples and tokens.
+
+    Attributes:
+        num_chats: chats read (bad lines not among them).
+        num_samples: samples to train on.
+        num_held_out: samples held out for validation.
+        num_tokens: tokens of both.
+        num_learned: answer tokens of both, that is, tokens with loss.
+        num_cut: samples cut at max_tokens.
+        max_tokens: that limit.
+        turns: each or last, as asked for.
+        num_split_chats: chats whose answers have rows of their own, since the template rewrites
+            history.
+        dropped: chats (or samples) without a token to learn, by reason.
+        dropped_examples: the first 50 of them, "file:line (id): reason".
+        left_out: answers that carry no loss in chats that were kept, by reason.
+        bad_lines: lines skipped on request, "file:line: reason".
+        domains: samples, tokens and learned tokens by domain.
+        from_cache: the rows were prepared by an earlier call.
+    """
+
+    num_chats: int = 0
+    num_samples: int = 0
+    num_held_out: int = 0
+    num_tokens: int = 0
+    num_learned: int = 0
+    num_cut: int = 0
+    max_tokens: int = 0
+    turns: str = "each"
+    num_split_chats: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    dropped_examples: tuple[str, ...] = ()
+    left_out: dict[str, int] = field(default_factory=dict)
+    bad_lines: tuple[str, ...] = ()
+    domains: dict[str, dict[str, int]] = field(default_factory=dict)
+    from_cache: bool = False
+
+    def describe(self) -> str:
+        """Say it in a few lines."""
+        lines = [
+            f"{self.num_chats} chats gave {self.num_samples} samples to train on and "
+            f"{self.num_held_out} held out: {self.num_tokens} tokens, {self.num_learned} learned"
+            + (" (from the cache)" if self.from_cache else "")
+        ]
+        if self.num_cut:
+            lines.append(f"{self.num_cut} samples were cut at {self.max_tokens} tokens")
+        if self.num_split_chats:
+            lines.append(
+                f"{self.num_split_chats} chats have one row an answer: "
+                "the template rewrites history"
+            )
+        lines += [f"dropped {count}: {reason}" for reason, count in self.dropped.items()]
+        lines += [f"not learned, {count} answers: {why}" for why, count in self.left_out.items()]
+        if self.bad_lines:
+            lines.append(f"skipped {len(self.bad_lines)} bad lines:")
+            lines += [f"  {line}" for line in self.bad_lines]
+        lines += [
+            f"domain {name}: {counts['samples']} samples, {counts['learned']} learned tokens"
+            for name, counts in self.domains.items()
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Samples ready for packing.
+
+    Attributes:
+        samples: to train on.
+        held_out: for validation; disjoint from `samples` in chats.
+        report: what became of every row.
+    """
+
+    samples: list[Sample]
+    held_out: list[Sample]
+    report: DataReport
+
+
+def read_split(
+    settings: DataSettings,
+    split: Literal["train", "validation", "evaluation"],
+    cache_dir: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Reading:
+    """Read the conversations of one split, as text.
+
+    Own files and hub data sets are split in train and validation by each chat's id; the shipped
+    prompts have all three splits.
+
+    Args:
+        settings: what to read.
+        split: which part.
+        cache_dir: folder for files of the `datasets` library.
+        tokenizer: lets rows of rendered `text` in; None refuses them.
+
+    Raises:
+        DataError: files missing, lines bad, or a split this kind of data does not have.
+    """
+    if settings.kind == "builtin":
+        return Reading(load_prompts(split)[: settings.max_samples], [])
+    if split == "evaluation":
+        raise DataError(
+            f"data of kind {settings.kind} has a train and a validation part, but evaluation was "
+            "asked for; evaluate on data=builtin, or give the file as data of its own"
+        )
+    reading = _read_all(settings, cache_dir, tokenizer)
+    held_out = [_is_held_out(settings, chat) for chat in reading.conversations]
+    wanted = split == "validation"
+    chats = [c for c, out in zip(reading.conversations, held_out, strict=True) if out == wanted]
+    return replace(reading, conversations=chats)
+
+
+def prepare(
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    vocab_size: int,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Prepared:
+    """Turn conversations into samples, or take them from the cache.
+
+    Args:
+        settings: what to read and how.
+        tokenizer: the target's.
+        cache_dir: folder for prepared rows and for the `datasets` library.
+        vocab_size: V, embedding rows of the target.
+        on_progress: called with chats done and chats in all.
+
+    Raises:
+        DataError: bad lines, a template that cannot be split, no token to learn at all, or ids the
+            target has no row for. Nothing heavy was done by then.
+    """
+    check_template(tokenizer, settings.template_options)
+    reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, tokenizer)
+    path = cache_dir / f"prepared-{_compute_key(settings, tokenizer, reading)[:24]}.safetensors"
+    if path.is_file():
+        prepared = _load(path)
+        log.info("prepared rows taken from %s", path)
+    else:
+        reading = reading or _read_all(settings, cache_dir, tokenizer)
+        prepared = _encode_all(settings, tokenizer, reading, on_progress)
+        _save(path, prepared)
+    _check_ids([*prepared.samples, *prepared.held_out], tokenizer, vocab_size)
+    return prepared
+
+
+def _read_all(
+    settings: DataSettings, cache_dir: Path, tokenizer: PreTrainedTokenizerBase | None
+) -> Reading:
+    if settings.kind == "builtin":
+        return Reading(load_prompts("train")[: settings.max_samples], [])
+    marker = find_answer_marker(tokenizer, settings.template_options) if tokenizer else None
+    read = (
+        partial(read_files, settings.paths)
+        if settings.kind == "jsonl"
+        else partial(
+            read_hub, str(settings.hub_name), subset=settings.hub_subset, split=settings.hub_split
+        )
+    )
+    reading = read(
+        domain=settings.domain,
+        on_bad_line=settings.on_bad_line,
+        cache_dir=cache_dir,
+        messages_field=settings.messages_field,
+        is_rendered=(lambda text: marker[0] in text) if marker else None,
+    )
+    if reading.bad_lines:
+        log.warning("skipped bad lines:\n%s", describe_bad_lines(reading.bad_lines))
+    return replace(reading, conversations=reading.conversations[: settings.max_samples])
+
+
+def _compute_key(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, reading: Reading | None
+) -> str:
+    if reading is None:
+        content: Any = [
+            (path.name, compute_file_sha256(path)) for path in list_files(settings.paths)
+        ]
+    else:
+        content = [asdict(chat) for chat in reading.conversations]
+    parts = {
+        "format": _FORMAT,
+        "content": content,
+        # files are told by content, so a moved file is still the same data
+        "settings": settings.model_dump(exclude={"paths"}, mode="json"),
+        "tokenizer": compute_tokenizer_fingerprint(tokenizer),
+        "template": load_template(tokenizer),
+        "tool_template": load_template(tokenizer, [{}]),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _encode_all(
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    reading: Reading,
+    on_progress: Callable[[int, int], None] | None,
+) -> Prepared:
+    chats = reading.conversations
+    samples: list[Sample] = []
+    owners: list[Conversation] = []
+    dropped: Counter[str] = Counter()
+    examples: list[str] = []
+    left_out: Counter[str] = Counter()
+    num_split = 0
+
+    def drop(chat: Conversation, reason: str) -> None:
+        dropped[reason] += 1
+        if len(examples) < _MAX_EXAMPLES:
+            examples.append(f"{chat.source} ({chat.id}): {reason}")
+
+    for done, chat in enumerate(chats, start=1):
+        try:
+            encoded = encode_chat(
+                tokenizer, chat, turns=settings.turns, options=settings.template_options
+            )
+        except RowProblem as problem:
+            drop(chat, str(problem))
+        else:
+            left_out.update(encoded.left_out)
+            num_split += encoded.was_split
+            for row in encoded.rows:
+                ids, mask = torch.tensor(row.ids), torch.tensor(row.mask)
+                samples.append(Sample(len(samples), chat.domain, ids, mask))
+                owners.append(chat)
+        if on_progress:
+            on_progress(done, len(chats))
+    cut = cut_samples(samples, settings.max_tokens)
+    for sample in cut.lost:
+        drop(owners[sample.sample_id], f"the answer lies beyond max_tokens={settings.max_tokens}")
+    if not cut.samples:
+        raise DataError(_explain_nothing(settings, len(chats), dropped, examples))
+    held_out = [s for s in cut.samples if _is_held_out(settings, owners[s.sample_id])]
+    if len(held_out) == len(cut.samples):
+        held_out = []  # a handful of chats: training comes first
+    away = {sample.sample_id for sample in held_out}
+    train = [sample for sample in cut.samples if sample.sample_id not in away]
+    report = DataReport(
+        num_chats=len(chats),
+        num_samples=len(train),
+        num_held_out=len(held_out),
+        num_tokens=sum(len(sample) for sample in cut.samples),
+        num_learned=sum(sample.num_learned for sample in cut.samples),
+        num_cut=cut.num_cut,
+        max_tokens=settings.max_tokens,
+        turns=settings.turns,
+        num_split_chats=num_split,
+        dropped=dict(dropped),
+        dropped_examples=tuple(examples),
+        left_out=dict(left_out),
+        bad_lines=tuple(str(line) for line in reading.bad_lines),
+        domains=count_domains(cut.samples),
+    )
+    return Prepared(train, held_out, report)
+
+
+def count_domains(samples: list[Sample]) -> dict[str, dict[str, int]]:
+    """Count samples, tokens and learned tokens by domain, in order of first appearance."""
+    domains: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        counts = domains.setdefault(sample.domain, {"samples": 0, "tokens": 0, "learned": 0})
+        counts["samples"] += 1
+        counts["tokens"] += len(sample)
+        counts["learned"] += sample.num_learned
+    return domains
+
+
+def _is_held_out(settings: DataSettings, chat: Conversation) -> bool:
+    # by id, so that adding rows moves no chat from one side to the other
+    return derive_seed("validation", chat.id) / 2**63 < settings.validation_fraction
+
+
+def _explain_nothing(
+    settings: DataSettings, num_chats: int, dropped: Counter[str], examples: list[str]
+) -> str:
+    reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
+    where = ", ".join(settings.paths) or settings.hub_name or "the shipped prompts"
+    advice = (
+        "let the target answer the prompts first: draftlab regenerate"
+        if dropped["no answer"]
+        else "give chats with an assistant's answer, or let the target write them: "
+        "draftlab regenerate"
+    )
+    shown = "".join(f"\n  {example}" for example in examples[:5])
+    found = f"no token to learn in {num_chats} chats of {where}: {reasons or 'no rows'}"
+    return f"{found}{shown}\n{advice}"
+
+
+def _check_ids(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    for sample in samples:
+        highest = int(sample.ids.max())
+        if highest >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(highest)
+            raise DataError(
+                f"token id {highest} ({token!r}) stands in the data, but the target has "
+                f"{vocab_size} embedding rows (ids 0..{vocab_size - 1}); use the target's own "
+                "tokenizer, without tokens added to it"
+            )
+
+
+def _save(path: Path, prepared: Prepared) -> None:
+    samples = sorted([*prepared.samples, *prepared.held_out], key=lambda s: s.sample_id)
+    away = {sample.sample_id for sample in prepared.held_out}
+    tensors = {
+        "ids": torch.cat([sample.ids for sample in samples]),
+        "mask": torch.cat([sample.mask for sample in samples]),
+        "lengths": torch.tensor([len(sample) for sample in samples]),
+        "sample_ids": torch.tensor([sample.sample_id for sample in samples]),
+        "held_out": torch.tensor([sample.sample_id in away for sample in samples]),
+    }
+    metadata = {
+        "report": json.dumps(asdict(prepared.report)),
+        "domains": json.dumps([sample.domain for sample in samples]),
+    }
+    write_whole(path, lambda temporary: save_file(tensors, temporary, metadata))
+
+
+def _load(path: Path) -> Prepared:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    lengths = tensors["lengths"].tolist()
+    samples = [
+        Sample(sample_id, domain, ids, mask)
+        for sample_id, domain, ids, mask in zip(
+            tensors["sample_ids"].tolist(),
+            json.loads(metadata["domains"]),
+            tensors["ids"].split(lengths),
+            tensors["mask"].split(lengths),
+            strict=True,
+        )
+    ]
+    away = tensors["held_out"].tolist()
+    data = json.loads(metadata["report"])
+    for name in ("dropped_examples", "bad_lines"):
+        data[name] = tuple(data[name])
+    report = replace(DataReport(**data), from_cache=True)
+    return Prepared(
+        [sample for sample, out in zip(samples, away, strict=True) if not out],
+        [sample for sample, out in zip(samples, away, strict=True) if out],
+        report,
+    )

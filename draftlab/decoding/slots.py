@@ -1,0 +1,80 @@
+"""One sequence on its way through the decoder: what the host knows of it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from draftlab.decoding.records import Generation, StepRecord
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A row in flight.
+
+    The invariant of every round: the target's KV covers positions 0..base-1, and `anchor`, the
+    newest token, sits at position base with its KV not yet written.
+
+    Attributes:
+        prompt_index: place in the list of prompts; also the key of this row's randomness.
+        prompt_ids: the prompt.
+        limit: tokens the answer may have.
+        slot: which KV row it lives in.
+        entered_s: clock reading when it entered its slot.
+        base: committed length, tokens.
+        anchor: newest token.
+        output_ids: the answer so far.
+        rounds: verify steps so far, for keys of randomness.
+    """
+
+    prompt_index: int
+    prompt_ids: list[int]
+    limit: int
+    slot: int
+    entered_s: float
+    base: int = 0
+    anchor: int = -1
+    output_ids: list[int] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    rounds: int = 0
+    first_token_at: float = 0.0
+    finish: Literal["eos", "length"] | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """True until the first token is out: that pass carries no drafts and is prefill."""
+        return not self.output_ids
+
+    @property
+    def may_draft(self) -> int:
+        """Draft tokens that can still enter the answer: the next token takes one place itself."""
+        return 0 if self.is_fresh else max(0, self.limit - len(self.output_ids) - 1)
+
+    def emit(self, tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+        """Append tokens up to an end token or the limit, and note the finish.
+
+        Returns:
+            The tokens that were kept; those after the cut are gone.
+        """
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            if token in eos_ids:
+                self.finish = "eos"
+                break
+            if len(self.output_ids) + len(kept) == self.limit:
+                self.finish = "length"
+                break
+        self.output_ids.extend(kept)
+        return kept
+
+    def as_generation(self, now: float) -> Generation:
+        """Freeze a finished sequence."""
+        assert self.finish is not None
+        return Generation(
+            prompt_index=self.prompt_index,
+            prompt_ids=tuple(self.prompt_ids),
+            output_ids=tuple(self.output_ids),
+            finish=self.finish,
+            steps=tuple(self.steps),
+            first_token_s=self.first_token_at - self.entered_s,
+            decode_s=now - self.first_token_at,
+        )

@@ -1,0 +1,764 @@
+"""EAGLE-3: a small decoder layer that reads the target's hidden states and feeds back its own.
+
+In: taps of the target and the tokens that followed. Out: chains of draft tokens; when training, a
+loss over `unroll_steps` depths. Read first: Eagle3, forward, then propose.
+
+Paper: arXiv:2503.01840; version 3.1 (norms on the taps, post-norm feedback) after arXiv:2605.09992.
+
+Position j of the head pairs tap j with the embedding of token j + 1 and predicts token j + 2. At
+depth s >= 1 there is no tap of position j + s yet, so the head's own output takes its place. Loss
+rule: a prediction counts when the token *predicted* is learned (case O-06): row t at depth s counts
+when token t + 2 + s is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from torch import nn
+
+from draftlab.data.batch import TokenBatch
+from draftlab.drafters.base import (
+    DraftBudget,
+    Drafter,
+    DraftLoss,
+    DraftVocabSettings,
+    Observation,
+    ServingWeights,
+)
+from draftlab.drafters.layers import (
+    LayerSizes,
+    RMSNorm,
+    Rope,
+    SwiGLU,
+    fuse,
+    rope_of,
+    rotate,
+    signed_sin,
+)
+from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
+from draftlab.drafters.vocab import DraftVocab
+from draftlab.errors import ConfigError
+from draftlab.objectives.chunked import chunked_scores
+from draftlab.objectives.named import objective
+from draftlab.randomness import Noise
+from draftlab.sampling import Sampling, draw, greedy_ids, process
+from draftlab.shapes import Bool, Float, Int, Tensor
+from draftlab.targets.attention import attend, tile_mask
+from draftlab.targets.cache import KVBuffers
+from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.packing import PackedLinear
+from draftlab.targets.view import TargetView
+
+
+class Eagle3Settings(DraftVocabSettings):
+    """Keys of conf/drafter/eagle3.yaml.
+
+    Attributes:
+        tap_layers: taps to read, ascending; None means 2, L // 2 and L - 3.
+        num_layers: decoder layers of the head.
+        intermediate_size: width of its MLP; None means the target's.
+        fc_norm: a norm for each tap before `fc`.
+        norm_before_fc: one norm over all taps before `fc` instead.
+        norm_output: feed back the state after the final norm.
+        norm_before_residual: the residual is taken after the norm of the hidden half.
+        train_head: an LM head of its own, started from the target's rows.
+        unroll_steps: depths trained.
+        step_decay: weight of a depth relative to the one before it.
+        objective: name of the loss.
+        tap_noise: half-width of uniform noise on the taps while training.
+        init_from_layer: 0-based target layer the head starts from; negative counts from the end.
+        init_noise: half-width of the embedding half's uniform start, with `init_from_layer`.
+    """
+
+    tap_layers: tuple[int, ...] | None
+    num_layers: PositiveInt
+    intermediate_size: PositiveInt | None
+    fc_norm: bool
+    norm_before_fc: bool
+    norm_output: bool
+    norm_before_residual: bool
+    train_head: bool
+    unroll_steps: PositiveInt
+    step_decay: float = Field(gt=0, le=1)
+    objective: str
+    tap_noise: NonNegativeFloat
+    init_from_layer: int | None
+    init_noise: NonNegativeFloat
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> "Eagle3Settings":
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other; set one to false")
+        if self.tap_layers is not None and not self.tap_layers:
+            raise ValueError("tap_layers=[]: expected at least one tap, or null for the default")
+        try:
+            objective(self.objective)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class _Attention(nn.Module):
+    """The projections of an attention; how they meet differs between training and decoding."""
+
+    def __init__(self, sizes: LayerSizes, width_in: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(width_in, sizes.heads * sizes.head_dim, bias=False)
+        self.k_proj = nn.Linear(width_in, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.v_proj = nn.Linear(width_in, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
+
+
+class _Layer(nn.Module):
+    """A decoder layer; the first one reads embedding and hidden state side by side."""
+
+    def __init__(self, sizes: LayerSizes, *, is_first: bool, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = _Attention(sizes, 2 * sizes.hidden if is_first else sizes.hidden)
+        self.mlp = SwiGLU(sizes.hidden, sizes.intermediate)
+        self.input_layernorm = RMSNorm(sizes.hidden, sizes.eps)
+        self.hidden_norm = RMSNorm(sizes.hidden, sizes.eps) if is_first else None
+        self.post_attention_layernorm = RMSNorm(sizes.hidden, sizes.eps)
+
+    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the attention's input and the residual."""
+        if self.hidden_norm is None:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return joined, normed if self.norm_before_residual else hidden
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Project and turn queries: [B A Hq Dh]."""
+        return rotate(self.self_attn.q_proj(x).unflatten(-1, (-1, self.sizes.head_dim)), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Project keys, turned, and values: [B T H Dh] each."""
+        heads = (-1, self.sizes.head_dim)
+        keys = rotate(self.self_attn.k_proj(x).unflatten(-1, heads), cos, sin)
+        return keys, self.self_attn.v_proj(x).unflatten(-1, heads)
+
+    def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Close the layer: output projection and MLP, each added to the residual stream."""
+        residual = residual + self.self_attn.o_proj(mixed)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+def attend_unrolled(
+    queries: Float[Tensor, "B A Hq Dh"],
+    keys: Float[Tensor, "B T H Dh"],
+    values: Float[Tensor, "B T H Dh"],
+    mask: Bool[Tensor, "B A T"],
+    own: list[tuple[Tensor, Tensor]],
+) -> Float[Tensor, "B A HqDh"]:
+    """Attend as a draft row does: to what came before by true taps, and to its own later steps.
+
+    Row t at depth s sees the depth-0 keys of its past and the keys of depths 1..s of row t alone.
+    The latter are a product per row, not a T x T matrix.
+
+    Args:
+        queries: of the rows trained.
+        keys: of depth 0, all positions.
+        values: alike.
+        mask: True where a row may look at a depth-0 position; at least one a row.
+        own: keys and values [B A H Dh] of depths 1..s.
+    """
+    batch, rows, num_heads, width = queries.shape
+    kv_heads = keys.shape[2]
+    grouped = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) * width**-0.5  # B H G A D
+    folded = grouped.flatten(2, 3)
+    scores = (folded @ keys.permute(0, 2, 3, 1)).unflatten(2, (-1, rows))  # B H G A T
+    scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    columns = [(grouped * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in own]
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probs = torch.cat([scores, *columns], dim=-1).softmax(-1, dtype=wide).to(values.dtype)
+    past, rest = probs.split([keys.shape[1], len(own)], dim=-1)
+    mixed = (past.flatten(2, 3) @ values.transpose(1, 2)).unflatten(2, (-1, rows))
+    for step, (_, own_values) in enumerate(own):
+        mixed = mixed + rest[..., step : step + 1] * own_values.transpose(1, 2).unsqueeze(2)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, rows, num_heads * width)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeLayer:
+    """A layer's matrices as decoding uses them."""
+
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(slots=True)
+class Eagle3State:
+    """Sequences being drafted for. `committed` mirrors `lengths` on the host.
+
+    Attributes:
+        kv: keys and values by true taps, slot = position; one slot more than `capacity`, where
+            writes that count for nothing go.
+        capacity: longest sequence, tokens.
+        lengths: positions observed, per slot.
+        committed: the same numbers as Python integers.
+        hidden: what the head feeds back after the last observed position, per slot.
+        logits: over the draft vocabulary, for the first draft token, per slot.
+        ids: target id of every column of `logits`.
+        cos: rotary table by position.
+        sin: rotary table by position, through `signed_sin`.
+        layers: matrices, one entry a layer.
+        head: the LM head.
+    """
+
+    kv: KVBuffers
+    capacity: int
+    lengths: Int[Tensor, " slots"]
+    committed: list[int]
+    hidden: Float[Tensor, "slots D"]
+    logits: Float[Tensor, "slots C"]
+    ids: Int[Tensor, " C"]
+    cos: Tensor
+    sin: Tensor
+    layers: list[_DecodeLayer]
+    head: PackedLinear
+
+
+class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
+    """Autoregressive head on fused low, middle and high features of the target."""
+
+    settings: Eagle3Settings
+
+    def __init__(
+        self, settings: Eagle3Settings, target: TargetView, *, vocab: DraftVocab | None
+    ) -> None:
+        """Build the head in float32 or wider, on the target's device.
+
+        Args:
+            settings: see conf/drafter/eagle3.yaml.
+            target: the frozen target; embedding and, unless `train_head`, LM head stay its own.
+            vocab: the draft vocabulary; None means the target's whole one.
+
+        Raises:
+            ConfigError: taps the target does not have, or a layer that cannot start the head.
+        """
+        super().__init__()
+        self.settings = settings
+        self.target = target
+        self.vocab = vocab
+        spec = target.spec
+        width = spec.hidden_size
+        taps = settings.tap_layers or default_taps(spec.num_layers)
+        self._needs = FeatureRequest(taps, wants_final=True)
+        self._needs.check(spec.num_layers)
+        self.sizes = sizes = LayerSizes.of(target.config, settings.intermediate_size)
+        self.rope: Rope = rope_of(target, sizes.head_dim)
+
+        self.fc = nn.Linear(len(taps) * width, width, bias=False)
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(width, sizes.eps) for _ in taps) if settings.fc_norm else None
+        )
+        self.input_norm = RMSNorm(len(taps) * width, sizes.eps) if settings.norm_before_fc else None
+        self.layers = nn.ModuleList(
+            _Layer(sizes, is_first=i == 0, norm_before_residual=settings.norm_before_residual)
+            for i in range(settings.num_layers)
+        )
+        self.norm = RMSNorm(width, sizes.eps)
+        self.to(torch.promote_types(target.dtype, torch.float32)).to(target.device)
+        if settings.init_from_layer is not None:
+            start_from_target(self, settings.init_from_layer, settings.init_noise)
+
+        ids = None if vocab is None else vocab.ids.to(target.device)
+        self.register_buffer("vocab_ids", ids, persistent=False)
+        rows = target.head_rows(ids)
+        if settings.train_head:
+            self.lm_head = nn.Parameter(rows.to(self.fc.weight.dtype, copy=True))
+        else:
+            self.register_buffer("lm_head", rows, persistent=False)
+
+    @property
+    def needs(self) -> FeatureRequest:
+        """Taps for the head, the final state for the target's law."""
+        return self._needs
+
+    # ---------------------------------------------------------------- training
+
+    def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
+        """Unroll the head over its own output and compare every depth with the target.
+
+        A sequence's loss is the mean over its predictions, each weighted by step_decay ** depth.
+        Rows that no depth learns from skip everything but the keys others look at.
+        """
+        assert features.taps is not None
+        assert features.final is not None
+        steps = self.settings.unroll_steps
+        masks = torch.stack([batch.shifted_mask(s + 2) for s in range(steps)])
+        rows = _Rows.pick(masks.any(0))
+        states = self._unroll(batch, self._join(self._noisy(features.taps, batch, noise)), rows)
+        return self._compare(batch, features.final, masks, rows, states)
+
+    def _noisy(self, taps: Tensor, batch: TokenBatch, noise: Noise) -> Tensor:
+        if not self.training or self.settings.tap_noise == 0:
+            return taps
+        drawn = noise.uniform(batch.sample_ids, taps.shape[2] * taps.shape[3], "tap_noise")
+        return taps + (2 * drawn.view(taps.shape) - 1).to(taps.dtype) * self.settings.tap_noise
+
+    def _join(self, taps: Float[Tensor, "B T L D"]) -> Float[Tensor, "B T D"]:
+        """Fuse the taps of a position into one hidden state."""
+        taps = taps.to(self.fc.weight.dtype)
+        if self.fc_norm is not None:
+            normed = [norm(taps[..., i, :]) for i, norm in enumerate(self.fc_norm)]
+            taps = torch.stack(normed, dim=-2)
+        joined = taps.flatten(-2)
+        if self.input_norm is not None:
+            joined = self.input_norm(joined)
+        return self.fc(joined).to(self.fc.weight.dtype)  # the residual stream keeps its precision
+
+    def _embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
+        return self.target.embed(ids).detach().to(self.fc.weight.dtype)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rope(positions)
+        return cos, signed_sin(sin)
+
+    def _unroll(self, batch: TokenBatch, hidden: Tensor, rows: "_Rows") -> list[Tensor]:
+        """Give the normed output [B A D] of every depth, at the picked rows."""
+        mask = rows.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
+        order = torch.arange(batch.input_ids.shape[1], device=mask.device)
+        mask &= order <= rows.index.unsqueeze(2)
+        positions = rows.take(batch.positions)
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+
+        embedded = self._embed(batch.shifted_ids(1))
+        hidden, past = self._first_depth(batch, embedded, hidden, mask, rows)
+        states = []
+        for depth in range(self.settings.unroll_steps):
+            if depth > 0:
+                embedded = self._embed(rows.take(batch.shifted_ids(1 + depth)))
+                angles = self._angles(positions + depth)
+                for layer, base, mine in zip(self._layers(), past, own, strict=True):
+                    x, residual = layer.read(embedded, hidden)
+                    mine.append(layer.keys_values(x, *angles))
+                    mixed = attend_unrolled(layer.queries(x, *angles), *base, mask, mine)
+                    hidden = layer.finish(mixed, residual)
+            normed = self.norm(hidden)
+            states.append(normed)
+            hidden = normed if self.settings.norm_output else hidden
+        return states
+
+    def _first_depth(
+        self, batch: TokenBatch, embedded: Tensor, hidden: Tensor, mask: Tensor, rows: "_Rows"
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
+        angles = self._angles(batch.positions)
+        past = []
+        full = None
+        for i, layer in enumerate(self._layers()):
+            x, residual = layer.read(embedded, hidden)
+            past.append(layer.keys_values(x, *angles))
+            if i == len(self.layers) - 1:
+                x, residual = rows.take(x), rows.take(residual)
+                queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
+                mixed = attend_unrolled(queries, *past[-1], mask, [])
+            else:
+                full = _segment_mask(batch) if full is None else full
+                mixed = attend_unrolled(layer.queries(x, *angles), *past[-1], full, [])
+            hidden = layer.finish(mixed, residual)
+        return hidden, past
+
+    def _compare(
+        self,
+        batch: TokenBatch,
+        final: Tensor,
+        masks: Bool[Tensor, "K B T"],
+        rows: "_Rows",
+        states: list[Tensor],
+    ) -> DraftLoss:
+        """Meet the target's law: token u + 1 is judged by the target at u, predicted at u - 1 - s."""
+        b, t = masks[0].nonzero(as_tuple=True)
+        u = t + 1
+        depths = torch.arange(masks.shape[0], device=u.device).unsqueeze(1)
+        source = u - 1 - depths  # [K N]: the row that predicts it at each depth
+        counts = (source >= 0) & masks[depths, b, source.clamp_min(0)]
+        place = rows.place[b, source.clamp_min(0)].clamp_min(0) + b * states[0].shape[1]
+        hidden = torch.stack(
+            [
+                state.flatten(0, 1).index_select(0, where)
+                for state, where in zip(states, place, strict=True)
+            ]
+        )
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weights = counts.to(wide) * self.settings.step_decay ** depths.to(wide)
+        scores = chunked_scores(
+            objective(self.settings.objective),
+            hidden,
+            [self.lm_head],
+            target_final=final[b, u],
+            target_head=self.target.head,
+            labels=batch.input_ids[b, u + 1],
+            weights=weights / _sequence_sums(batch.segment_ids, b, u, weights.sum(0)),
+            vocab_ids=self.vocab_ids,
+        )
+        return DraftLoss(
+            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
+        )
+
+    def _layers(self) -> list[_Layer]:
+        return [layer for layer in self.layers if isinstance(layer, _Layer)]
+
+    # ---------------------------------------------------------------- decoding
+
+    @torch.inference_mode()
+    def open(self, slots: int, capacity: int, kv: KVBuffers) -> Eagle3State:
+        """Make buffers, rotary tables and fused matrices."""
+        del kv
+        dtype, device = self.fc.weight.dtype, self.fc.weight.device
+        sizes = self.sizes
+        num_ids = self.target.spec.num_token_ids
+        ids = self.vocab_ids if self.vocab_ids is not None else torch.arange(num_ids, device=device)
+        cos, sin = self._angles(torch.arange(capacity + 1, device=device))
+        return Eagle3State(
+            kv=KVBuffers(
+                num_layers=len(self.layers),
+                num_kv_heads=sizes.kv_heads,
+                head_dim=sizes.head_dim,
+                slots=slots,
+                capacity=capacity + 1,
+                dtype=dtype,
+                device=device,
+            ),
+            capacity=capacity,
+            lengths=torch.zeros(slots, dtype=torch.int64, device=device),
+            committed=[0] * slots,
+            hidden=torch.zeros(slots, sizes.hidden, dtype=dtype, device=device),
+            logits=torch.zeros(slots, ids.shape[0], dtype=dtype, device=device),
+            ids=ids,
+            cos=cos.to(dtype),
+            sin=sin.to(dtype),
+            layers=[_fuse_layer(layer) for layer in self._layers()],
+            head=fuse(self.lm_head[: ids.shape[0]].to(dtype)),  # padding rows come last
+        )
+
+    @torch.inference_mode()
+    def observe(self, state: Eagle3State, seen: Observation) -> None:
+        """Write keys and values by true taps; keep the last position's output for `propose`."""
+        assert seen.taps is not None
+        slots = seen.rows.tolist()
+        counts = seen.lengths.tolist()
+        if max(counts, default=0) == 0:
+            return
+        base = state.lengths[seen.rows]
+        columns = torch.arange(seen.ids.shape[1], device=base.device)
+        last = (seen.lengths - 1).clamp_min(0)
+        for slot, count in zip(slots, counts, strict=True):
+            state.committed[slot] += count
+        where = _Where(
+            rows=seen.rows,
+            positions=(base.unsqueeze(1) + columns).clamp_max(state.capacity),
+            live=max(state.committed[slot] for slot in slots),
+            is_prefix=slots == list(range(len(slots))),
+            is_level=False,
+            last=last,
+        )
+        hidden = self._advance(state, where, self._embed(seen.next_ids), self._join(seen.taps))
+        normed = self.norm(hidden)
+        fed = normed if self.settings.norm_output else hidden
+        has_new = (seen.lengths > 0).unsqueeze(1)
+        state.hidden[seen.rows] = torch.where(has_new, fed, state.hidden[seen.rows])
+        state.logits[seen.rows] = torch.where(has_new, state.head(normed), state.logits[seen.rows])
+        state.lengths[seen.rows] = base + seen.lengths
+
+    @torch.inference_mode()
+    def propose(
+        self, state: Eagle3State, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
+    ) -> DraftTree:
+        """Draft a chain: the first token from what was observed, the others from own states.
+
+        Own keys and values go past a row's length, where the next `observe` overwrites them.
+        """
+        rows, depth = budget.rows, budget.num_draft_tokens
+        slots = rows.tolist()
+        lengths = state.lengths[rows]
+        known = [state.committed[slot] for slot in slots]
+        is_prefix, is_level = slots == list(range(len(slots))), len(set(known)) == 1
+        hidden, logits = state.hidden[rows], state.logits[rows]
+        law = None if budget.sampling.is_greedy else Sampling(budget.sampling.temperature)
+        tokens, laws = [], []
+        for k in range(depth):
+            if k > 0:
+                where = _Where(
+                    rows=rows,
+                    positions=(lengths + (k - 1)).clamp_max(state.capacity).unsqueeze(1),
+                    live=min(max(known) + k, state.capacity + 1),
+                    is_prefix=is_prefix,
+                    is_level=is_level,
+                    last=None,
+                )
+                embedded = self._embed(tokens[-1].unsqueeze(1))
+                hidden = self._advance(state, where, embedded, hidden.unsqueeze(1))
+                normed = self.norm(hidden)
+                hidden = normed if self.settings.norm_output else hidden
+                logits = state.head(normed)
+            if law is None:
+                columns = greedy_ids(logits)
+            else:
+                laws.append(process(logits, law))
+                columns = draw(laws[-1], uniforms[:, k])
+            tokens.append(state.ids[columns])
+        room = (state.capacity - 1 - lengths).clamp(0, depth)
+        num_nodes = torch.where(lengths > 0, room, 0)
+        chain = torch.stack(tokens, dim=1)
+        if law is None:
+            return chain_of_points(chain, num_nodes)
+        return DraftTree(
+            tokens=chain,
+            parents=chain_parents(len(slots), depth, chain.device),
+            num_nodes=num_nodes,
+            law_probs=torch.stack(laws, dim=1),
+            law_ids=state.ids.expand(len(slots), depth, -1),
+        )
+
+    @torch.inference_mode()
+    def close(self, state: Eagle3State, rows: Int[Tensor, " R"]) -> None:
+        """Forget these sequences; what lies in their buffers is past their length."""
+        state.lengths[rows] = 0
+        for slot in rows.tolist():
+            state.committed[slot] = 0
+
+    def _advance(
+        self, state: Eagle3State, where: "_Where", embedded: Tensor, hidden: Tensor
+    ) -> Float[Tensor, "R D"]:
+        """Run new positions [R W] through the layers; give the residual stream of one a row."""
+        heads, kv_heads = self.sizes.heads, self.sizes.kv_heads
+        cos, sin = state.cos[where.positions], state.sin[where.positions]
+        flat = state.kv.flat_slots(where.rows, where.positions)
+        mask = where.mask(heads // kv_heads)
+        for i, (layer, matrices) in enumerate(zip(self._layers(), state.layers, strict=True)):
+            x, residual = layer.read(embedded, hidden)
+            mixed = matrices.qkv(x).unflatten(-1, (-1, self.sizes.head_dim))
+            turned = rotate(mixed[..., : heads + kv_heads, :], cos, sin).transpose(1, 2)
+            queries, keys = turned.split([heads, kv_heads], dim=1)
+            state.kv.write(i, flat, keys, mixed[..., heads + kv_heads :, :].transpose(1, 2))
+            if where.last is not None and i == len(state.layers) - 1:
+                # only the last position is asked for; the others are there for their keys
+                row = torch.arange(x.shape[0], device=x.device)
+                queries = queries[row, :, where.last].unsqueeze(2)
+                residual = residual[row, where.last].unsqueeze(1)
+                mask = where.last_mask(heads // kv_heads)
+            past_keys, past_values = state.kv.read(
+                i, where.rows, where.live, is_prefix=where.is_prefix
+            )
+            seen = attend(queries, past_keys, past_values, mask, scale=self.sizes.head_dim**-0.5)
+            residual = matrices.out.add_to(residual, seen.flatten(2))
+            gate, up = matrices.gate_up(layer.post_attention_layernorm(residual)).chunk(2, dim=-1)
+            hidden = matrices.down.add_to(residual, nn.functional.silu(gate) * up)
+        return hidden[:, 0]
+
+    # ---------------------------------------------------------------- serving
+
+    def serving_weights(self) -> ServingWeights:
+        """Give the head under the names all engines share; layer ids count as our taps do."""
+        tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        tensors.pop("lm_head", None)
+        if self.vocab is not None or self.settings.train_head:
+            tensors["lm_head.weight"] = self.lm_head.detach()
+        size = self.target.spec.vocab_size
+        if self.vocab is not None:
+            size = self.vocab.size
+            if size != self.vocab.target_vocab_size:
+                tensors["d2t"] = self.vocab.d2t
+                tensors["t2d"] = self.vocab.t2d
+        config = self.target.config
+        return ServingWeights(
+            architecture="eagle3",
+            config={
+                "hidden_size": self.sizes.hidden,
+                "target_hidden_size": self.target.spec.hidden_size,
+                "intermediate_size": self.sizes.intermediate,
+                "num_hidden_layers": self.settings.num_layers,
+                "num_attention_heads": self.sizes.heads,
+                "num_key_value_heads": self.sizes.kv_heads,
+                "head_dim": self.sizes.head_dim,
+                "hidden_act": "silu",
+                "rms_norm_eps": self.sizes.eps,
+                "rope_parameters": config.get("rope_parameters")
+                or {"rope_type": "default", "rope_theta": 10000.0},
+                "max_position_embeddings": self.target.spec.max_positions,
+                "vocab_size": self.target.spec.vocab_size,
+                "draft_vocab_size": size,
+                "tap_layers": list(self._needs.tap_layers),
+                "fc_norm": self.settings.fc_norm,
+                "norm_before_fc": self.settings.norm_before_fc,
+                "norm_output": self.settings.norm_output,
+                "norm_before_residual": self.settings.norm_before_residual,
+                "attention_bias": False,
+                "tie_word_embeddings": False,
+            },
+            tensors=tensors,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a batch that are trained, packed to the left: A of T, the same number in every row."""
+
+    index: Int[Tensor, "B A"]  # position of each; filled up with positions that are not needed
+    place: Int[Tensor, "B T"]  # where a position went, -1 when it was not picked
+
+    @classmethod
+    def pick(cls, needed: Bool[Tensor, "B T"]) -> "_Rows":
+        """Pick the needed positions of every row, at least one."""
+        width = max(int(needed.sum(1).max()), 1)
+        index = (~needed).to(torch.int8).argsort(dim=1, stable=True)[:, :width]
+        place = torch.full(needed.shape, -1, dtype=torch.int64, device=needed.device)
+        order = torch.arange(width, device=needed.device).expand_as(index)
+        return cls(index, place.scatter_(1, index, order))
+
+    def take(self, x: Tensor) -> Tensor:
+        """Gather the picked positions of [B T ...]."""
+        index = self.index.view(*self.index.shape, *[1] * (x.dim() - 2))
+        return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """New positions of a decoding pass and what they may look at.
+
+    `is_level` says that every row ends at the same slot `live`, so no mask is needed.
+    """
+
+    rows: Int[Tensor, " R"]
+    positions: Int[Tensor, "R W"]
+    live: int
+    is_prefix: bool
+    is_level: bool
+    last: Int[Tensor, " R"] | None
+
+    def mask(self, groups: int) -> Tensor | None:
+        """True where a position may look, tiled for grouped heads."""
+        if self.is_level:
+            return None
+        slots = torch.arange(self.live, device=self.positions.device)
+        return tile_mask(slots <= self.positions.unsqueeze(2), groups)
+
+    def last_mask(self, groups: int) -> Tensor:
+        """Mask of each row's last counting position."""
+        assert self.last is not None
+        slots = torch.arange(self.live, device=self.positions.device)
+        own = self.positions.gather(1, self.last.unsqueeze(1))
+        return tile_mask(slots <= own.unsqueeze(2), groups)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Choose a low, a middle and a high tap: 2, L // 2, L - 3, as every server does by default.
+
+    Below seven layers these would meet, so there: the first, the middle and the last.
+    """
+    if num_layers >= 7:
+        return (2, num_layers // 2, num_layers - 3)
+    return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
+
+
+@torch.no_grad()
+def start_from_target(drafter: Eagle3, layer: int, embedding_noise: float) -> None:
+    """Start the head as a continuation of the target: its layer, its final norm, its last tap.
+
+    The hidden half of q, k and v is the target layer's; the embedding half starts as small noise.
+
+    Args:
+        drafter: whose parameters to set.
+        layer: 0-based target layer for the head's first layer, negative from the end; the head's
+            further layers start from the target's next ones.
+        embedding_noise: half-width of the noise.
+
+    Raises:
+        ConfigError: no such layer, or layers of a shape that a head does not have.
+    """
+    target, width = drafter.target, drafter.sizes.hidden
+    count = target.spec.num_layers
+    first = layer + count if layer < 0 else layer
+    if not 0 <= first <= first + len(drafter.layers) - 1 < count:
+        raise ConfigError(
+            f"init_from_layer={layer} with num_layers={len(drafter.layers)}: expected layers within "
+            f"0..{count - 1} of target {target.spec.name}"
+        )
+    for i, own in enumerate(drafter.layers):
+        state = dict(target.layer_state(first + i))
+        wanted = dict(own.named_parameters())
+        if i == 0:
+            wanted["input_layernorm.weight"] = wanted.pop("hidden_norm.weight")
+            embedding_norm = own.get_parameter("input_layernorm.weight")
+            embedding_norm.fill_(1.0)
+        _check_layer(state, wanted, target, first + i, is_first=i == 0)
+        for name, parameter in wanted.items():
+            value = state[name].to(parameter)
+            if i == 0 and name in _JOINED:
+                parameter[:, :width].uniform_(-embedding_noise, embedding_noise)
+                parameter[:, width:] = value
+            else:
+                parameter.copy_(value)
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -width:] = torch.eye(width).to(drafter.fc.weight)
+    # the weight of any norm, read off its answer to a vector of mean 0 and root mean square 1
+    probe = torch.ones(width, dtype=target.dtype, device=target.device)
+    probe[1::2] = -1
+    answer = (target.final_norm(probe) - target.final_norm(-probe)) * probe / 2
+    drafter.norm.weight.copy_(answer)
+
+
+_JOINED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+
+
+def _check_layer(
+    state: dict[str, Tensor],
+    wanted: dict[str, nn.Parameter],
+    target: TargetView,
+    layer: int,
+    *,
+    is_first: bool,
+) -> None:
+    problems = [f"has {name}" for name in sorted(set(state) - set(wanted))]
+    problems += [f"has no {name}" for name in sorted(set(wanted) - set(state))]
+    for name in sorted(set(wanted) & set(state)):
+        rows, columns = (*wanted[name].shape, 0)[:2]
+        expected = (rows, columns // 2) if is_first and name in _JOINED else wanted[name].shape
+        if tuple(state[name].shape) != tuple(expected):
+            problems.append(f"{name} is {tuple(state[name].shape)}, expected {tuple(expected)}")
+    if target.config["hidden_act"] != "silu":
+        problems.append(f"hidden_act is {target.config['hidden_act']}, expected silu")
+    if problems:
+        raise ConfigError(
+            f"init_from_layer: layer {layer} of target {target.spec.name} cannot start an eagle3 "
+            f"head: {'; '.join(problems[:4])}; use init_from_layer=null"
+        )
+
+
+def _fuse_layer(layer: _Layer) -> _DecodeLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _DecodeLayer(
+        qkv=fuse(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+        out=fuse(attention.o_proj.weight),
+        gate_up=fuse(mlp.gate_proj.weight, mlp.up_proj.weight),
+        down=fuse(mlp.down_proj.weight),
+    )
+
+
+def _segment_mask(batch: TokenBatch) -> Bool[Tensor, "B T T"]:
+    """True where a position may look at an earlier one of its own sample."""
+    order = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    same = batch.segment_ids.unsqueeze(2) == batch.segment_ids.unsqueeze(1)
+    return same & (order.unsqueeze(0) <= order.unsqueeze(1))
+
+
+def _sequence_sums(
+    segment_ids: Int[Tensor, "B T"],
+    rows: Int[Tensor, " N"],
+    columns: Int[Tensor, " N"],
+    weights: Float[Tensor, " N"],
+) -> Float[Tensor, " N"]:
+    """Give, for every prediction, the sum of the weights of its whole sequence."""
+    stride = int(segment_ids.max()) + 1
+    sequence = rows * stride + segment_ids[rows, columns]
+    sums = weights.new_zeros(segment_ids.shape[0] * stride)
+    return sums.index_add(0, sequence, weights)[sequence]

@@ -1,0 +1,306 @@
+"""Medusa: K residual heads on the target's final hidden state (arXiv:2401.10774, section 2.1).
+
+In: the final hidden state h_t of the last processed position. Out: head k (0-based) predicts token
+t + 2 + k; token t + 1 is the anchor and known already. All heads read the same h_t, so their draft
+tokens are independent of each other given it. No KV, no further forward passes.
+
+Read `_Head` first, then `Medusa.forward`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt, model_validator
+from torch import nn
+from torch.nn import functional as F
+
+from draftlab.data.batch import TokenBatch
+from draftlab.drafters._weights import sequence_weights
+from draftlab.drafters.base import (
+    DraftBudget,
+    Drafter,
+    DraftLoss,
+    DraftVocabSettings,
+    Observation,
+    ServingWeights,
+)
+from draftlab.drafters.layers import DecodeLinear
+from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
+from draftlab.drafters.vocab import DraftVocab
+from draftlab.errors import ConfigError
+from draftlab.objectives.chunked import chunked_scores
+from draftlab.objectives.named import objective
+from draftlab.randomness import Noise
+from draftlab.sampling import draw, greedy_ids, process
+from draftlab.shapes import Bool, Float, Int, Tensor
+from draftlab.targets.cache import KVBuffers
+from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.view import TargetView
+
+
+class MedusaSettings(DraftVocabSettings):
+    """Keys of conf/drafter/medusa.yaml.
+
+    Attributes:
+        num_heads: heads, at least `num_draft_tokens`.
+        num_blocks: residual blocks of a head, each with weights of its own.
+        head: own trains a Vd x D matrix a head, started from the target's; tied uses the target's
+            frozen rows; low_rank trains D -> rank -> Vd, started from the best such approximation
+            of the target's.
+        head_rank: rank of `low_rank`, None otherwise.
+        objective: name of the per-token loss, as in draftlab.objectives.
+        head_decay: head k's loss counts head_decay ** k.
+    """
+
+    num_heads: PositiveInt
+    num_blocks: PositiveInt
+    head: Literal["own", "tied", "low_rank"]
+    head_rank: PositiveInt | None
+    objective: str
+    head_decay: PositiveFloat
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> "MedusaSettings":
+        if self.num_heads < self.num_draft_tokens:
+            raise ValueError(
+                f"num_heads={self.num_heads} is below num_draft_tokens={self.num_draft_tokens}; "
+                "expected a head for every draft token"
+            )
+        if (self.head == "low_rank") != (self.head_rank is not None):
+            raise ValueError(
+                f"head_rank={self.head_rank} with head={self.head}; expected a rank with "
+                "head=low_rank, and null otherwise"
+            )
+        return self
+
+
+@dataclass(slots=True)
+class MedusaState:
+    """The last final hidden state of every slot, and the matrices as decoding applies them.
+
+    Attributes:
+        hidden: updated in place.
+        is_seen: False for slots that hold nothing yet.
+        matrices: LM heads, one for all heads when tied.
+    """
+
+    hidden: Float[Tensor, "B D"]
+    is_seen: Bool[Tensor, " B"]
+    matrices: list[DecodeLinear]
+
+
+class ResidualBlocks(nn.Module):
+    """x + SiLU(W x + b), a few times over; starts as the identity."""
+
+    def __init__(self, width: int, count: int) -> None:
+        """Make `count` blocks with weights of their own, all zero."""
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
+        """Refine hidden states."""
+        for layer in self.layers:
+            hidden = hidden + F.silu(layer(hidden))
+        return hidden
+
+
+class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
+    """K residual heads that read the target's final hidden state."""
+
+    settings: MedusaSettings
+
+    def __init__(
+        self, settings: MedusaSettings, target: TargetView, vocab: DraftVocab | None = None
+    ) -> None:
+        """Build the heads, started from the target's LM head."""
+        super().__init__()
+        self.settings = settings
+        self.target = target
+        self.vocab = vocab
+        self._objective = objective(settings.objective)
+        width, count = target.spec.hidden_size, settings.num_heads
+        self._vocab_ids = None if vocab is None else vocab.ids.to(target.device)
+        rows = target.head_rows(self._vocab_ids)
+        self.blocks = nn.ModuleList(
+            ResidualBlocks(width, settings.num_blocks) for _ in range(count)
+        )
+        # a plain attribute: the target's weights are never parameters, never saved
+        self._tied_rows = rows if settings.head == "tied" else None
+        self.downs = nn.ModuleList()
+        self.lm_heads = nn.ModuleList()
+        if settings.head == "own":
+            self.lm_heads.extend(_linear(rows) for _ in range(count))
+        elif settings.head_rank is not None:
+            down, up = _best_of_rank(rows, settings.head_rank)
+            self.downs.extend(_linear(down) for _ in range(count))
+            self.lm_heads.extend(_linear(up) for _ in range(count))
+
+    @property
+    def needs(self) -> FeatureRequest:
+        """Ask for the final hidden state."""
+        return FeatureRequest(wants_final=True)
+
+    def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
+        """Teach head k, at position t, what the target says at t + 1 + k of token t + 2 + k.
+
+        Token by token: for each learned token, all heads that can predict it.
+        """
+        final = features.final
+        assert final is not None, "`needs` asks for the final hidden state"
+        decay = self.settings.head_decay
+        b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
+        inputs, weights = [], []
+        for k in range(self.settings.num_heads):
+            t = s - 1 - k
+            exists = (t >= 0) & (batch.segment_ids[b, t.clamp_min(0)] == batch.segment_ids[b, s])
+            inputs.append(self._into_head(k, final[b, t.clamp_min(0)]))
+            weights.append(decay**k * sequence_weights(batch, b, s, exists, inputs[-1].dtype))
+        scores = chunked_scores(
+            self._objective,
+            torch.stack(inputs),
+            self._matrices,
+            target_final=final[b, s],
+            target_head=self.target.head,
+            labels=batch.input_ids[b, s + 1],
+            weights=torch.stack(weights),
+            vocab_ids=self._vocab_ids,
+        )
+        return DraftLoss(
+            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
+        )
+
+    def open(self, slots: int, capacity: int, kv: KVBuffers) -> MedusaState:
+        """Make room for one hidden state a slot."""
+        device = self.target.device
+        width = self.target.spec.hidden_size
+        return MedusaState(
+            hidden=torch.zeros(slots, width, dtype=self.target.dtype, device=device),
+            is_seen=torch.zeros(slots, dtype=torch.bool, device=device),
+            matrices=[DecodeLinear(matrix) for matrix in self._matrices],
+        )
+
+    def observe(self, state: MedusaState, seen: Observation) -> None:
+        """Keep the hidden state of the last position of every row that has one."""
+        assert seen.final is not None, "`needs` asks for the final hidden state"
+        last = (seen.lengths - 1).clamp_min(0)
+        newest = seen.final[torch.arange(last.shape[0], device=last.device), last]
+        has_any = seen.lengths > 0
+        state.hidden[seen.rows] = torch.where(
+            has_any.unsqueeze(1), newest.to(state.hidden.dtype), state.hidden[seen.rows]
+        )
+        state.is_seen[seen.rows] |= has_any
+
+    def propose(
+        self, state: MedusaState, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
+    ) -> DraftTree:
+        """Let every head speak once; each is independent of the others given the hidden state."""
+        depth = budget.num_draft_tokens
+        if depth > self.settings.num_heads:
+            raise ConfigError(
+                f"num_draft_tokens={depth} is more than this Medusa drafter's "
+                f"num_heads={self.settings.num_heads}; ask for at most that many"
+            )
+        logits = self._logits(state, budget.rows, depth)
+        num_nodes = torch.where(state.is_seen[budget.rows], depth, 0)
+        ids = self._vocab_ids
+        if budget.sampling.is_greedy:
+            columns = greedy_ids(logits)
+            return chain_of_points(columns if ids is None else ids[columns], num_nodes)
+        probs = process(logits, budget.sampling)
+        columns = draw(probs, uniforms)
+        rows = budget.rows.shape[0]
+        return DraftTree(
+            tokens=columns if ids is None else ids[columns],
+            parents=chain_parents(rows, depth, columns.device),
+            num_nodes=num_nodes,
+            law_probs=probs,
+            law_ids=None if ids is None else ids.expand(rows, depth, -1),
+        )
+
+    def close(self, state: MedusaState, rows: Int[Tensor, " R"]) -> None:
+        """Forget these rows."""
+        state.is_seen[rows] = False
+
+    def serving_weights(self) -> ServingWeights:
+        """Give blocks, full head matrices and, for a reduced vocabulary, the ids it holds."""
+        tensors = {name: w.detach() for name, w in self.blocks.named_parameters(prefix="blocks")}
+        ids = self._vocab_ids
+        for k in range(self.settings.num_heads):
+            if self._tied_rows is None:
+                head = self.lm_heads[k].weight.detach()
+                if self.downs:
+                    head = head @ self.downs[k].weight.detach()
+                tensors[f"lm_heads.{k}.weight"] = head
+        if self._tied_rows is not None:
+            tensors["lm_head.weight"] = self._tied_rows
+        if ids is not None:
+            tensors["token_map"] = ids
+        config = {
+            "num_heads": self.settings.num_heads,
+            "num_blocks": self.settings.num_blocks,
+            "hidden_size": self.target.spec.hidden_size,
+            "vocab_size": self.target.spec.vocab_size,
+            "has_bias": True,
+            "has_shared_head": self._tied_rows is not None,
+            "draft_vocab_size": None if ids is None else ids.shape[0],
+        }
+        return ServingWeights(architecture="medusa", config=config, tensors=tensors)
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        return (
+            [head.weight for head in self.lm_heads]
+            if self._tied_rows is None
+            else [self._tied_rows]
+        )
+
+    def _into_head(self, k: int, hidden: Float[Tensor, "N D"]) -> Tensor:
+        """Compute what the last matrix of head k multiplies."""
+        blocks = self.blocks[k]
+        refined = blocks(hidden.to(_dtype_of(blocks)))
+        return self.downs[k](refined) if self.downs else refined
+
+    def _logits(
+        self, state: MedusaState, rows: Int[Tensor, " R"], depth: int
+    ) -> Float[Tensor, "R N C"]:
+        """Compute the first `depth` heads, without the ids that are no tokens."""
+        hidden = state.hidden[rows]
+        inner = torch.stack([self._into_head(k, hidden) for k in range(depth)], dim=1)
+        inner = inner.to(self._matrices[0].dtype)
+        if self._tied_rows is not None:
+            logits = state.matrices[0](inner)
+        else:
+            logits = torch.stack([state.matrices[k](inner[:, k]) for k in range(depth)], dim=1)
+        if self.vocab is None:
+            logits[..., self.target.spec.num_token_ids :] = -torch.inf
+        return logits
+
+
+def _linear(weight: Float[Tensor, "Do Di"]) -> nn.Linear:
+    """A trainable float32 copy of a matrix, without bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return layer
+
+
+def _best_of_rank(
+    rows: Float[Tensor, "C D"], rank: int
+) -> tuple[Float[Tensor, "r D"], Float[Tensor, "C r"]]:
+    """Factor the best rank-r approximation: project on the r main directions of the rows."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if rank > wide.shape[1]:
+        raise ConfigError(
+            f"head_rank={rank} exceeds the target's hidden size {wide.shape[1]}; choose less, or "
+            "head=own"
+        )
+    _, directions = torch.linalg.eigh(wide.T @ wide)  # ascending
+    down = directions[:, -rank:].T
+    return down, wide @ down.T
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype

@@ -1,0 +1,115 @@
+"""The reduced draft vocabulary: which target ids a draft head can say.
+
+Ids outside are never proposed, so the output stays exact and only acceptance pays: every token
+outside is a sure rejection. Chosen once, from the answers to learn from; a trained head keeps its
+vocabulary for life, because each output row means one token (case O-19).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftlab.errors import ConfigError
+from draftlab.shapes import Bool, Int, Tensor
+from draftlab.targets.spec import TargetSpec
+from draftlab.targets.view import TargetView
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """Target ids a draft head predicts over; draft column i means target id `ids[i]`.
+
+    Attributes:
+        ids: ascending and unique.
+        target_vocab_size: V, rows of the target's LM head.
+    """
+
+    ids: Int[Tensor, " Vd"]
+    target_vocab_size: int
+
+    def __post_init__(self) -> None:
+        """Refuse ids that are no vocabulary."""
+        ids = self.ids
+        ordered = bool((ids[1:] > ids[:-1]).all())
+        if not ordered or ids.numel() == 0 or ids[0] < 0 or ids[-1] >= self.target_vocab_size:
+            raise ConfigError(
+                f"draft vocabulary of {ids.numel()} ids: expected ascending, unique ids in "
+                f"0..{self.target_vocab_size - 1}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Vd, tokens."""
+        return self.ids.shape[0]
+
+    @property
+    def d2t(self) -> Int[Tensor, " Vd"]:
+        """Offsets as servers read them: target id = i + d2t[i]."""
+        return self.ids - torch.arange(self.size, device=self.ids.device)
+
+    @property
+    def t2d(self) -> Bool[Tensor, " V"]:
+        """True at target ids the draft can say."""
+        known = torch.zeros(self.target_vocab_size, dtype=torch.bool, device=self.ids.device)
+        known[self.ids] = True
+        return known
+
+    def coverage(self, counts: Int[Tensor, " V"]) -> float:
+        """Compute the share of counted tokens that are inside, 0..1; 1 when nothing is counted."""
+        total = int(counts.sum())
+        return int(counts[self.ids.to(counts.device)].sum()) / total if total else 1.0
+
+
+def choose_vocab(
+    counts: Int[Tensor, " V"], size: int, *, always: Iterable[int], num_token_ids: int
+) -> DraftVocab:
+    """Choose the most frequent ids, and those that must never be missing.
+
+    Args:
+        counts: how often each target id is to be predicted; ties go to the lower id.
+        size: Vd, tokens.
+        always: ids inside whatever their count; those at or past `num_token_ids` are left out.
+        num_token_ids: ids the tokenizer knows; padding rows past them are never chosen.
+
+    Raises:
+        ConfigError: `size` is below what must be inside, or above what there is.
+    """
+    required = sorted({i for i in always if 0 <= i < num_token_ids})
+    if not len(required) <= size <= num_token_ids:
+        raise ConfigError(
+            f"draft_vocab_size={size}: expected at least {len(required)} (end, special, template "
+            f"tokens) and at most {num_token_ids} (ids of the tokenizer); null means the whole "
+            "vocabulary"
+        )
+    rank = counts[:num_token_ids].to(torch.int64).cpu().clone()
+    rank[required] = torch.iinfo(torch.int64).max
+    ids = rank.argsort(descending=True, stable=True)[:size].sort().values
+    return DraftVocab(ids, counts.shape[0])
+
+
+def required_ids(spec: TargetSpec, tokenizer: Any) -> list[int]:
+    """List ids every draft vocabulary holds: end, special and added tokens, and the template's.
+
+    Reserved and unused added tokens (Llama 3 has 250, Gemma 6,000) are left out: frequency decides.
+
+    Args:
+        spec: the target's identity, for its end tokens.
+        tokenizer: the target's Hugging Face tokenizer.
+    """
+    ids = {*spec.eos_ids, *tokenizer.all_special_ids}
+    for text, token_id in tokenizer.get_added_vocab().items():
+        if "unused" not in text and "reserved" not in text:
+            ids.add(token_id)
+    if tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids.update(tokenizer.encode(text, add_special_tokens=False))
+    return sorted(i for i in ids if i < spec.num_token_ids)
+
+
+def vocab_for(view: TargetView, size: int, counts: Int[Tensor, " V"]) -> DraftVocab:
+    """Choose the draft vocabulary of a new drafter for a target."""
+    always = required_ids(view.spec, view.tokenizer)
+    return choose_vocab(counts, size, always=always, num_token_ids=view.spec.num_token_ids)

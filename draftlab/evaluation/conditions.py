@@ -1,0 +1,75 @@
+"""What an evaluation's numbers depend on, written down so that nothing else is compared with it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftlab.decoding.settings import DecodeSettings
+from draftlab.evaluation.results import Conditions
+from draftlab.evaluation.settings import EvalSettings
+from draftlab.runs.provenance import describe_machine, describe_versions
+from draftlab.targets.target import Target
+
+BASELINE_MEANING = (
+    "the same target decoding one token a step in the same process, through the same kernels and "
+    "caches, without a drafter"
+)
+
+
+def describe_conditions(
+    target: Target,
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+    settings: EvalSettings,
+    decode: DecodeSettings,
+) -> Conditions:
+    """Collect the conditions of an evaluation.
+
+    Args:
+        target: the target.
+        prompts: domain -> token ids of its evaluation prompts.
+        settings: the suite's.
+        decode: how answers are decoded.
+    """
+    machine = describe_machine()
+    spec = target.spec
+    comparable: dict[str, Any] = {
+        "target": spec.name,
+        "weights": spec.checksum,
+        "quantisation": spec.quantisation,
+        "dtype": spec.dtype,
+        "kernels": target.report.get("kernels"),
+        "device": str(target.device),
+        "cpu": machine["cpu"],
+        "gpus": [gpu["name"] for gpu in machine["gpus"]],
+        "threads": machine["torch_threads"],
+        "prompts_sha256": hash_prompts(prompts),
+        "domains": {domain: len(items) for domain, items in prompts.items()},
+        "temperature": decode.temperature,
+        "top_k": decode.top_k,
+        "top_p": decode.top_p,
+        "min_p": decode.min_p,
+        "ignore_eos": decode.ignore_eos,
+        "max_new_tokens": settings.max_new_tokens,
+        "batch_size": settings.batch_size,
+        "speed_prompts_per_domain": settings.speed_prompts_per_domain,
+        "speed_max_new_tokens": settings.speed_max_new_tokens,
+    }
+    details: dict[str, Any] = {
+        "baseline": BASELINE_MEANING,
+        "target": spec.to_json(),
+        "machine": machine,
+        "versions": describe_versions(),
+        "rule": decode.rule,
+        "eval": settings.model_dump(mode="json"),
+        "rows_bitwise_equal": target.report.get("rows_bitwise_equal"),
+    }
+    # through JSON and back, so that a result read from disk equals the one that was written
+    plain = json.loads(json.dumps({"comparable": comparable, "details": details}))
+    return Conditions(plain["comparable"], plain["details"])
+
+
+def hash_prompts(prompts: Mapping[str, Sequence[Sequence[int]]]) -> str:
+    """Compute a fingerprint of the prompts as the target reads them: ids and domains."""
+    plain = {domain: [list(ids) for ids in items] for domain, items in prompts.items()}
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()

@@ -1,0 +1,4 @@
+"""Two laws in, a number to descend out. Pure functions in float32 or wider.
+
+Read distillation.py, then rows.py (rules of a reduced vocabulary), then chunked.py.
+"""

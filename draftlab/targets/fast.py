@@ -1,0 +1,208 @@
+"""The fast door: a forward pass of our own for Llama-type models, fused and packed.
+
+Same inputs and outputs as the transformers path (adapter.py), which stays the reference: at load
+the two are compared on taps and logits. Query, key and value projections are one product, gate and
+up are one product, residual additions ride on the product before them, and weights are packed for
+oneDNN on CPU. Serves Llama, Mistral, Qwen2 and Qwen3 dense models; other families keep the
+reference.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftlab.shapes import Float, Tensor
+from draftlab.targets.attention import attend, tile_mask
+from draftlab.targets.cache import KVBuffers
+from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.packing import PackedLinear
+from draftlab.targets.step import Step, StepOutput
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_KNOWN_LAYER_PARAMETERS = {
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    *(f"self_attn.{n}_proj.{p}" for n in "qkvo" for p in ("weight", "bias")),
+    *(f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
+}
+
+
+def refuse_fast_door(model: nn.Module, config: dict[str, Any]) -> str | None:
+    """Say why the fast door does not serve a model, or None when it does."""
+    if config["model_type"] not in FAMILIES:
+        return f"model type {config['model_type']} (served: {', '.join(FAMILIES)})"
+    if config.get("hidden_act") != "silu":
+        return f"activation {config.get('hidden_act')}"
+    layers = model.get_submodule("model.layers")
+    for layer in layers.children():
+        names = {name for name, _ in layer.named_parameters()}
+        if not names <= _KNOWN_LAYER_PARAMETERS:
+            return f"unknown layer weights {sorted(names - _KNOWN_LAYER_PARAMETERS)[:3]}"
+    head = model.get_submodule("lm_head")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return "an LM head that is not a plain matrix"
+    return None
+
+
+@dataclass(slots=True)
+class _Layer:
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    norm_in: Tensor
+    norm_post: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+
+
+class FastDoor:
+    """One forward pass over a `Step`, writing into `KVBuffers`. See the module's docstring."""
+
+    name = "fast"
+
+    def __init__(self, model: nn.Module, config: dict[str, Any], windows: list[int | None]) -> None:
+        """Fuse and pack a model's weights.
+
+        Args:
+            model: a causal LM that `refuse_fast_door` has let through, frozen, in eval mode.
+            config: its decoder config as plain data.
+            windows: sliding window of each layer in tokens, or None.
+        """
+        layers = list(model.get_submodule("model.layers").children())
+        self._layers = [_fuse(layer, w) for layer, w in zip(layers, windows, strict=True)]
+        self._embedding = model.get_submodule("model.embed_tokens").get_parameter("weight")
+        self._norm = model.get_submodule("model.norm").get_parameter("weight")
+        self._head = PackedLinear(model.get_submodule("lm_head").get_parameter("weight"), None)
+        self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = model.get_submodule(
+            "model.rotary_emb"
+        )
+        self._eps = float(config["rms_norm_eps"])
+        self._heads = int(config["num_attention_heads"])
+        self._kv_heads = int(config["num_key_value_heads"])
+        self._head_dim = int(config["head_dim"])
+        self._scale = self._head_dim**-0.5
+        self._groups = self._heads // self._kv_heads
+
+    def forward(
+        self, kv: KVBuffers, step: Step, request: FeatureRequest, wants_logits: bool
+    ) -> StepOutput:
+        """Run new tokens through the model; see `Target.run`."""
+        hidden = F.embedding(step.ids, self._embedding)
+        cos, sin = self._rope_tables(hidden, step.positions)
+        masks = self._masks(step)
+        write = _Writer(kv, step)
+        taps: list[Tensor] = []
+        wanted = set(request.tap_layers)
+        for number, layer in enumerate(self._layers):
+            attended = self._attend(layer, number, hidden, cos, sin, masks[layer.window], write)
+            hidden = layer.out.add_to(hidden, attended)
+            normed = self._rms(hidden, layer.norm_post)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
+            if number + 1 in wanted:
+                taps.append(hidden)
+        final = None
+        if wants_logits or request.wants_final:
+            final = self._rms(hidden, self._norm)
+        logits = self._head(final) if wants_logits and final is not None else None
+        stacked = torch.stack(taps, dim=2) if taps else None
+        features = TargetFeatures(stacked, final if request.wants_final else None)
+        return StepOutput(logits, features)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        number: int,
+        hidden: Float[Tensor, "R T D"],
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        write: "_Writer",
+    ) -> Float[Tensor, "R T Da"]:
+        r, t, _ = hidden.shape
+        heads, width = self._heads + self._kv_heads, self._head_dim
+        qkv = layer.qkv(self._rms(hidden, layer.norm_in)).view(r, t, -1, width)
+        both, values = qkv[:, :, :heads], qkv[:, :, heads:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            both = torch.cat(
+                [
+                    self._rms(both[:, :, : self._heads], layer.q_norm),
+                    self._rms(both[:, :, self._heads :], layer.k_norm),
+                ],
+                dim=2,
+            )
+        # rotate_half(x) * sin == roll(x, Dh / 2) * (sin with its first half negated)
+        both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin)
+        keys, values = write(number, both[:, :, self._heads :], values)
+        query = both[:, :, : self._heads].transpose(1, 2)
+        return attend(query, keys, values, mask, scale=self._scale).reshape(r, t, -1)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+    def _rope_tables(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(hidden, positions)
+        half = self._head_dim // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        return cos.unsqueeze(2), signed.unsqueeze(2)
+
+    def _masks(self, step: Step) -> dict[int | None, Tensor | None]:
+        # a single token of a single row sees every slot up to its own: nothing to mask
+        lone = step.ids.shape[0] == 1 and step.ids.shape[1] == 1 and step.depths is None
+        masks: dict[int | None, Tensor | None] = {}
+        for window in {layer.window for layer in self._layers}:
+            if lone and window is None:
+                masks[window] = None
+            else:
+                masks[window] = tile_mask(step.visible(window), self._groups)
+        return masks
+
+
+class _Writer:
+    """Writes a layer's new keys and values and reads back all the step may look at."""
+
+    def __init__(self, kv: KVBuffers, step: Step) -> None:
+        self._kv = kv
+        self._rows = step.rows
+        self._live = step.live
+        self._flat = kv.flat_slots(step.rows, step.slots)
+        r = step.rows.shape[0]
+        self._is_prefix = bool((step.rows == torch.arange(r, device=step.rows.device)).all())
+
+    def __call__(
+        self, layer: int, keys: Float[Tensor, "R T H Dh"], values: Float[Tensor, "R T H Dh"]
+    ) -> tuple[Tensor, Tensor]:
+        self._kv.write(layer, self._flat, keys.transpose(1, 2), values.transpose(1, 2))
+        return self._kv.read(layer, self._rows, self._live, is_prefix=self._is_prefix)
+
+
+def _fuse(layer: nn.Module, window: int | None) -> _Layer:
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    parts = [attention.get_submodule(f"{name}_proj") for name in "qkv"]
+    biases = [part.bias for part in parts if isinstance(part.bias, Tensor)]
+    out = attention.get_submodule("o_proj")
+    out_bias = out.bias if isinstance(out.bias, Tensor) else None
+    gate_up = [mlp.get_submodule(f"{name}_proj").get_parameter("weight") for name in ("gate", "up")]
+    norms = dict(attention.named_parameters())
+    return _Layer(
+        qkv=PackedLinear(
+            torch.cat([part.get_parameter("weight") for part in parts]),
+            torch.cat(biases) if biases else None,
+        ),
+        out=PackedLinear(out.get_parameter("weight"), out_bias),
+        gate_up=PackedLinear(torch.cat(gate_up), None),
+        down=PackedLinear(mlp.get_submodule("down_proj").get_parameter("weight"), None),
+        norm_in=layer.get_submodule("input_layernorm").get_parameter("weight"),
+        norm_post=layer.get_submodule("post_attention_layernorm").get_parameter("weight"),
+        q_norm=norms.get("q_norm.weight"),
+        k_norm=norms.get("k_norm.weight"),
+        window=window,
+    )

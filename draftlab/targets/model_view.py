@@ -1,0 +1,154 @@
+"""The window drafters have on a transformers target.
+
+Read head and rope. Everything is read through the adapter's `Anatomy`, so no family is named here.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from draftlab.errors import ConfigError, UnsupportedTarget
+from draftlab.shapes import Float, Int, Tensor
+from draftlab.targets.adapter import HFDoor
+from draftlab.targets.cache import KVBuffers
+from draftlab.targets.spec import TargetSpec
+from draftlab.targets.step import Step
+from draftlab.targets.view import TargetView
+
+
+class ModelView(TargetView):
+    """A view on the modules of a loaded model.
+
+    Attributes:
+        spec: identity and sizes.
+        tokenizer: the target's own.
+        config: the decoder's sizes and switches, with the usual names filled in.
+        device: where the weights are.
+        dtype: of the weights.
+    """
+
+    def __init__(self, spec: TargetSpec, tokenizer: Any, reference: HFDoor) -> None:
+        """Look at a model through its reference door."""
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self._reference = reference
+        self._anatomy = reference.anatomy
+        self.config = plain_config(reference)
+        weight = self._anatomy.head.weight
+        self.device = weight.device
+        self.dtype = weight.dtype
+
+    def embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
+        """Embed token ids exactly as the target does (its scale included)."""
+        return self._anatomy.embedding(ids)
+
+    def head(self, final: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
+        """Compute the target's logits from final hidden states.
+
+        Scale and cap are those that transformers keeps in the config; the gate compares the result
+        with the model's own logits at load.
+        """
+        logits = self._anatomy.head(final)
+        if (scale := self.config.get("logit_scale")) is not None:  # Cohere
+            logits = logits * scale
+        if (divisor := self.config.get("logits_scaling")) is not None:  # Granite
+            logits = logits / divisor
+        if (cap := self.config.get("final_logit_softcapping")) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def head_rows(self, ids: Int[Tensor, " C"] | None) -> Float[Tensor, "C D"]:
+        """Give rows of the LM-head matrix: a copy of those named, or the whole matrix itself."""
+        weight = self._anatomy.head.weight.detach()
+        return weight if ids is None else weight[ids.to(self.device)]
+
+    def final_norm(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
+        """Apply the target's final norm.
+
+        Raises:
+            UnsupportedTarget: the model has no norm that draftlab knows to be the final one.
+        """
+        if self._anatomy.norm is None:
+            raise UnsupportedTarget(
+                f"target {self.spec.name} ({self.config['model_type']}) has no final norm that "
+                "draftlab could find; use a drafter that reads the final hidden state instead"
+            )
+        return self._anatomy.norm(hidden)
+
+    def rope(
+        self, positions: Int[Tensor, "*N"]
+    ) -> tuple[Float[Tensor, "*N Dr"], Float[Tensor, "*N Dr"]]:
+        """Compute cos and sin with the target's own rotary module, scaling included, in float32.
+
+        Where layers differ (Gemma-3), these are the tables of the full-attention layers.
+
+        Raises:
+            UnsupportedTarget: the target has no rotary positions.
+        """
+        rotary = self._anatomy.rotary
+        if rotary is None:
+            raise UnsupportedTarget(
+                f"target {self.spec.name} ({self.config['model_type']}) has no rotary positions; "
+                "choose a drafter that brings positions of its own, such as ngram or medusa"
+            )
+        like = torch.empty(0, dtype=torch.float32, device=positions.device)
+        flat = positions.reshape(1, -1)
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            cos, sin = rotary(like, flat, "full_attention")
+        else:
+            cos, sin = rotary(like, flat)
+        if cos.shape[-1] == getattr(rotary, "inv_freq", cos[..., :0]).numel():  # gpt-oss: one half
+            cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        shape = (*positions.shape, cos.shape[-1])
+        return cos.float().reshape(shape), sin.float().reshape(shape)
+
+    def layer_state(self, layer: int) -> dict[str, Tensor]:
+        """Give one decoder layer's weights by their names inside the layer, 0-based."""
+        self._check_layers((layer,))
+        module = self._anatomy.layers[layer]
+        return {name: weight.detach() for name, weight in module.named_parameters()}
+
+    def run_layers(
+        self, kv: KVBuffers, step: Step, layers: tuple[int, ...]
+    ) -> Float[Tensor, "R T D"]:
+        """Run new tokens through some decoder layers only, for self-speculation.
+
+        Raises:
+            ConfigError: layers out of range or out of order.
+        """
+        self._check_layers(layers)
+        with torch.inference_mode():
+            return self._reference.run_layers(kv, step, layers)
+
+    def _check_layers(self, layers: tuple[int, ...]) -> None:
+        count = self.spec.num_layers
+        if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+            raise ConfigError(
+                f"layers={list(layers)}: expected ascending, distinct numbers in 0..{count - 1}"
+            )
+
+
+def plain_config(reference: HFDoor) -> dict[str, Any]:
+    """Give a model's text config as plain data under the names most families share.
+
+    Families with names of their own (GPT-2, Gemma) get the shared names beside them; where layers
+    have rope tables of their own, `rope_parameters` is that of the full-attention layers.
+    """
+    config = reference.model.config.get_text_config()
+    data = config.to_dict()
+    data["model_type"] = config.model_type
+    for name in ("hidden_size", "num_attention_heads", "max_position_embeddings"):
+        data[name] = getattr(config, name, None)
+    heads = data["num_attention_heads"]
+    if heads:
+        data["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
+        data["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // heads
+    activations = (getattr(config, n, None) for n in ("hidden_act", "hidden_activation", "activation_function"))
+    data["hidden_act"] = next((a for a in activations if a), None)
+    data.setdefault("rms_norm_eps", getattr(config, "layer_norm_epsilon", None))
+    data.setdefault("intermediate_size", getattr(config, "n_inner", None) or 4 * config.hidden_size)
+    rope = data.get("rope_parameters")
+    if isinstance(rope, dict) and "full_attention" in rope:
+        data["rope_parameters"] = rope["full_attention"]
+    return data

@@ -1,0 +1,184 @@
+"""Numbers that prove, at load, that stepwise passes over our memory equal whole passes.
+
+Three prompts run in ragged steps, with a draft tree and its compaction in the middle, against
+transformers' own forward over each whole prompt. Read check_numbers, then _run_stepwise.
+"""
+
+from typing import Any
+
+import torch
+
+from draftlab.errors import UnsupportedTarget
+from draftlab.shapes import Float, Int, Tensor
+from draftlab.targets.adapter import HFDoor, ProbeReport
+from draftlab.targets.cache import KVBuffers
+from draftlab.targets.features import FeatureRequest
+from draftlab.targets.model_view import ModelView
+from draftlab.targets.step import Step
+
+_LENGTHS = (17, 12, 15)  # tokens, longer than the windows of tiny targets
+_NO_FEATURES = FeatureRequest()
+# largest difference allowed, as a share of the largest value; rounding grows with the dtype, while
+# a wrong mask or position is off by tenths and more
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.02}
+# in half precision an expert router may flip on rounding and move single positions far
+_TYPICAL_ONLY = frozenset({torch.bfloat16, torch.float16})
+
+
+def check_numbers(
+    reference: HFDoor, view: ModelView, probe: ProbeReport, kv_shape: tuple[int, int]
+) -> dict[str, Any]:
+    """Compare stepwise passes with whole ones, and the view's head and norm with the model's.
+
+    Args:
+        reference: with our attention attached; left so.
+        view: of the same model.
+        probe: what a probe pass showed.
+        kv_shape: key heads and head width of our memory.
+
+    Returns:
+        What was found, as plain data.
+
+    Raises:
+        UnsupportedTarget: something differs by more than rounding.
+    """
+    count = view.spec.num_token_ids
+    prompts = [
+        (torch.arange(length, device=view.device) * 7919 + 104729 * (row + 1)) % count
+        for row, length in enumerate(_LENGTHS)
+    ]
+    # caps and sinks are dropped in silence, or refused, by some versions' fused attention
+    plain = "eager" if probe.has_softcap or probe.has_sinks else None
+    request = FeatureRequest((view.spec.num_layers,), wants_final=True)
+    reference.detach(plain)
+    try:
+        with torch.inference_mode():
+            whole = [reference.forward_plainly(row.unsqueeze(0), request, True) for row in prompts]
+    finally:
+        reference.attach()
+    logits = [_given(out.logits)[0] for out in whole]
+    finals = [_given(out.features.final)[0] for out in whole]
+    with torch.inference_mode():
+        kv = KVBuffers(
+            num_layers=view.spec.num_layers,
+            num_kv_heads=kv_shape[0],
+            head_dim=kv_shape[1],
+            slots=len(prompts),
+            capacity=max(_LENGTHS) + 8,
+            dtype=view.dtype,
+            device=view.device,
+        )
+        stepwise = _run_stepwise(reference, kv, prompts)
+        found = {
+            "stepwise_difference": _difference(stepwise, logits),
+            "head_difference": _difference([view.head(f) for f in finals], logits),
+            "wide_equals_narrow": _is_row_invariant(reference, kv, prompts),
+        }
+        if reference.anatomy.norm is not None:
+            taps = [_given(out.features.taps)[0, :, 0] for out in whole]
+            found["norm_difference"] = _difference([view.final_norm(t) for t in taps], finals)
+    tolerance = _TOLERANCE[view.dtype]
+    for name, meaning in (
+        ("stepwise_difference", "stepwise passes over draftlab's memory give other logits"),
+        ("head_difference", "its logits are not head(final state) with a known scale or cap"),
+        ("norm_difference", "its final state is not norm(output of the last layer)"),
+    ):
+        if not found.get(name, 0.0) <= tolerance:
+            raise UnsupportedTarget(
+                f"{meaning}: relative difference {found[name]:.3g}, expected at most {tolerance}"
+            )
+    return found | {
+        "tolerance": tolerance,
+        "compared_with": plain or reference.plain_attention,
+        "windows": [probe.windows[i] for i in sorted(probe.windows)],
+        "has_softcap": probe.has_softcap,
+        "has_sinks": probe.has_sinks,
+    }
+
+
+def _run_stepwise(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -> list[Tensor]:
+    """Run prompts as ragged chains of 4, a tree with compaction, and chains again.
+
+    Columns that a row does not keep are run again by its next pass, as rejected drafts are.
+    """
+    device = prompts[0].device
+    rows = torch.arange(len(prompts), device=device)
+    pieces: list[dict[int, Tensor]] = [{} for _ in prompts]
+    base = [0] * len(prompts)
+    kept = [4, 1, 3]
+    while min(base) < 6:
+        _run_chain(reference, kv, prompts, base, pieces, width=4)
+        base = [b + k for b, k in zip(base, kept, strict=True)]
+        base = [min(b, len(p) - 5) for b, p in zip(base, prompts, strict=True)]
+
+    # anchor, a wrong sibling, the right child, its child
+    ids = torch.stack(
+        [torch.stack([p[b], p[b], p[b + 1], p[b + 2]]) for p, b in zip(prompts, base, strict=True)]
+    )
+    depths = torch.tensor([0, 1, 1, 2], device=device).expand(len(prompts), -1)
+    sees = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    ancestors = torch.tensor(sees, dtype=torch.bool, device=device).expand(len(prompts), -1, -1)
+    start = torch.tensor(base, device=device)
+    step = Step(rows, ids, start, max(base) + 4, depths=depths, ancestors=ancestors)
+    found = _given(reference.forward(kv, step, _NO_FEATURES, True).logits)
+    for row, first in enumerate(base):
+        for offset, column in enumerate((0, 2, 3)):
+            pieces[row][first + offset] = found[row, column]
+    kv.compact(rows, start, torch.tensor([[1, 2]], device=device).expand(len(prompts), -1))
+    base = [b + 3 for b in base]
+    while any(b < len(p) for b, p in zip(base, prompts, strict=True)):
+        _run_chain(reference, kv, prompts, base, pieces, width=2)
+        base = [min(b + 2, len(p)) for b, p in zip(base, prompts, strict=True)]
+    return [torch.stack([piece[i] for i in range(len(piece))]) for piece in pieces]
+
+
+def _run_chain(
+    reference: HFDoor,
+    kv: KVBuffers,
+    prompts: list[Tensor],
+    base: list[int],
+    pieces: list[dict[int, Tensor]],
+    *,
+    width: int,
+) -> None:
+    device = prompts[0].device
+    ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    for row, (prompt, first) in enumerate(zip(prompts, base, strict=True)):
+        here = prompt[first : first + width]
+        ids[row, : len(here)] = here
+    rows = torch.arange(len(prompts), device=device)
+    step = Step(rows, ids, torch.tensor(base, device=device), max(base) + width)
+    found = _given(reference.forward(kv, step, _NO_FEATURES, True).logits)
+    for row, (prompt, first) in enumerate(zip(prompts, base, strict=True)):
+        for column in range(min(width, len(prompt) - first)):
+            pieces[row][first + column] = found[row, column]
+
+
+def _is_row_invariant(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -> bool:
+    """Tell whether a pass 5 tokens wide equals 5 passes of one token, bit for bit."""
+    device = prompts[0].device
+    ids = torch.stack([prompt[:5] for prompt in prompts])
+    rows = torch.arange(len(prompts), device=device)
+
+    def logits(columns: Int[Tensor, "R T"], base: int) -> Float[Tensor, "R T V"]:
+        start = torch.full_like(rows, base)
+        step = Step(rows, columns, start, kv.capacity)
+        return _given(reference.forward(kv, step, _NO_FEATURES, True).logits)
+
+    wide = logits(ids, 0)
+    narrow = torch.cat([logits(ids[:, t : t + 1], t) for t in range(5)], dim=1)
+    return torch.equal(wide, narrow)
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Give the largest (in half precision: the median) difference of a position, relative."""
+    largest = max(float(e.abs().max()) for e in expected)
+    gaps = [(f - e).abs().amax(-1).double() for f, e in zip(found, expected, strict=True)]
+    each = torch.cat(gaps)
+    one = each.median() if expected[0].dtype in _TYPICAL_ONLY else each.max()
+    return float(one) / largest
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "asked for, so given"
+    return tensor

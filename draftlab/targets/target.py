@@ -1,0 +1,309 @@
+"""A frozen target: a step in, logits and hidden states out.
+
+Read Target.run, then Target.read_features. How a pass is computed stands behind one `Door`; the
+reference door is transformers' own modules (adapter.py).
+"""
+
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from draftlab.data.batch import TokenBatch
+from draftlab.errors import TargetMismatch, UnsupportedTarget
+from draftlab.shapes import Bool, Float, Int, Tensor
+from draftlab.targets.adapter import HFDoor
+from draftlab.targets.cache import KVBuffers
+from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.fingerprint import fingerprint_tokenizer, fingerprint_weights
+from draftlab.targets.gate import Admission, admit
+from draftlab.targets.model_view import ModelView
+from draftlab.targets.spec import TargetSpec
+from draftlab.targets.step import Step, StepOutput
+
+
+class Door(Protocol):
+    """A way through the target's layers; all doors of a target compute the same function."""
+
+    name: str
+
+    def forward(
+        self, kv: KVBuffers, step: Step, request: FeatureRequest, wants_logits: bool
+    ) -> StepOutput:
+        """Run new tokens of some rows, writing their keys and values."""
+        ...
+
+
+class Target:
+    """A frozen model whose output law must be kept.
+
+    Attributes:
+        spec: identity and sizes.
+        view: what drafters may use of it.
+        tokenizer: the model's own.
+        config: the decoder's sizes and switches as plain data.
+        device: where the weights are.
+        dtype: of the weights.
+        speculation_refusal: why a rejected draft could not be taken back exactly, or None. Such a
+            target still trains drafters and answers through `forward_plainly`.
+        report: what the gate found at load, for provenance and `draftlab doctor`.
+        model: the transformers model, frozen.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        spec: TargetSpec,
+        *,
+        reference: HFDoor,
+        view: ModelView,
+        admission: Admission,
+        door: Door | None = None,
+    ) -> None:
+        """Put the parts together; `build_target` makes them.
+
+        Args:
+            model: frozen.
+            tokenizer: the model's own.
+            spec: identity and sizes.
+            reference: the transformers path.
+            view: what drafters may use.
+            admission: the gate's answer.
+            door: the way passes take; the reference when None.
+        """
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.view = view
+        self.config = view.config
+        self.device = view.device
+        self.dtype = view.dtype
+        self.speculation_refusal = admission.refusal
+        self.report: dict[str, Any] = dict(admission.report)
+        self.reference = reference
+        self._kv_shape = admission.kv_shape
+        self.use_door(door or reference)
+
+    def use_door(self, door: Door) -> None:
+        """Choose the way passes take from now on, and note it in the report."""
+        self.door = door
+        self.report["kernels"] = door.name
+
+    def open_kv(self, slots: int, capacity: int) -> KVBuffers:
+        """Allocate memory for `slots` sequences of at most `capacity` tokens.
+
+        Raises:
+            UnsupportedTarget: this target cannot run over our memory.
+        """
+        heads, width = self._require_memory()
+        with torch.inference_mode():
+            return KVBuffers(
+                num_layers=self.spec.num_layers,
+                num_kv_heads=heads,
+                head_dim=width,
+                slots=slots,
+                capacity=capacity,
+                dtype=self.dtype,
+                device=self.device,
+            )
+
+    def run(
+        self,
+        kv: KVBuffers,
+        step: Step,
+        *,
+        request: FeatureRequest = FeatureRequest(),  # noqa: B008 - frozen
+        wants_logits: bool = True,
+    ) -> StepOutput:
+        """Run new tokens of some rows, for decoding.
+
+        Args:
+            kv: made by `open_kv`.
+            step: tokens, where they go and what they may see.
+            request: hidden states to give back, as inference tensors.
+            wants_logits: also compute logits, for every column.
+
+        Raises:
+            UnsupportedTarget: see `speculation_refusal`.
+        """
+        self._require_memory()
+        with torch.inference_mode():
+            return self.door.forward(kv, step, request, wants_logits)
+
+    def read_features(self, batch: TokenBatch, request: FeatureRequest) -> TargetFeatures:
+        """Run packed training rows; no sample sees another.
+
+        Args:
+            batch: on any device.
+            request: hidden states to give back.
+
+        Returns:
+            Normal tensors on the target's device, fit as inputs of autograd.
+        """
+        request.check(self.spec.num_layers)
+        batch = batch.to(self.device)
+        if self._kv_shape is None:
+            return self._read_features_plainly(batch, request)
+        slots, length = batch.input_ids.shape
+        step = Step(
+            rows=torch.arange(slots, device=self.device),
+            ids=batch.input_ids,
+            base=torch.zeros(slots, dtype=torch.long, device=self.device),
+            live=length,
+            depths=batch.positions,
+            ancestors=segment_ancestors(batch.segment_ids),
+        )
+        with torch.inference_mode():
+            kv = self.open_kv(slots, length)
+            features = self.door.forward(kv, step, request, False).features
+        return TargetFeatures(taps=_copy(features.taps), final=_copy(features.final))
+
+    def forward_plainly(
+        self,
+        ids: Int[Tensor, "R T"],
+        request: FeatureRequest = FeatureRequest(),  # noqa: B008 - frozen
+        *,
+        wants_logits: bool = True,
+    ) -> StepOutput:
+        """Run whole sequences, padded on the right, through transformers alone: no memory of ours.
+
+        Works for every target, also where speculation is refused; slow, as nothing is kept between
+        calls. What is right of a sequence's end means nothing.
+        """
+        was_attached = self.reference.is_attached
+        if was_attached:
+            self.reference.detach()
+        try:
+            with torch.inference_mode():
+                return self.reference.forward_plainly(ids.to(self.device), request, wants_logits)
+        finally:
+            if was_attached:
+                self.reference.attach()
+
+    def _require_memory(self) -> tuple[int, int]:
+        if self._kv_shape is None:
+            raise UnsupportedTarget(
+                f"target {self.spec.name} cannot decode speculatively: {self.speculation_refusal}; "
+                "training, teacher-forced evaluation and plain answering still work"
+            )
+        return self._kv_shape
+
+    def _read_features_plainly(self, batch: TokenBatch, request: FeatureRequest) -> TargetFeatures:
+        """Run each sample alone: where rows or padding could touch each other, none are there."""
+        shape = batch.input_ids.shape
+        size = self.spec.hidden_size
+        taps = torch.zeros(
+            *shape, len(request.tap_layers), size, dtype=self.dtype, device=self.device
+        )
+        final = torch.zeros(*shape, size, dtype=self.dtype, device=self.device)
+        for row, segments in enumerate(batch.segment_ids):
+            for segment in torch.unique(segments[segments >= 0]).tolist():
+                where = (segments == segment).nonzero().squeeze(1)
+                ids = batch.input_ids[row, where].unsqueeze(0)
+                found = self.forward_plainly(ids, request, wants_logits=False).features
+                if found.taps is not None:
+                    taps[row, where] = found.taps[0].clone()
+                if found.final is not None:
+                    final[row, where] = found.final[0].clone()
+        return TargetFeatures(
+            taps=taps if request.tap_layers else None, final=final if request.wants_final else None
+        )
+
+
+def segment_ancestors(segment_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
+    """Let every token of a packed row see its own sample up to itself, and padding only itself."""
+    length = segment_ids.shape[1]
+    same = segment_ids.unsqueeze(1) == segment_ids.unsqueeze(2)
+    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=segment_ids.device)
+    return (same & causal & (segment_ids >= 0).unsqueeze(2)) | itself
+
+
+def build_target(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    name: str,
+    source: str,
+    quantisation: str = "none",
+) -> Target:
+    """Freeze a model and admit it through the gate.
+
+    Args:
+        model: a transformers causal language model, of any mode and attention.
+        tokenizer: its tokenizer.
+        name: what a person calls the target.
+        source: where it came from: hub, local, gguf, demo or tiny.
+        quantisation: "none", or in words.
+
+    Raises:
+        TargetMismatch: the tokenizer knows ids beyond the model's rows.
+        UnsupportedTarget: not a model draftlab can use at all.
+    """
+    model.eval().requires_grad_(False)
+    reference = HFDoor(model)
+    spec = _describe(model, tokenizer, reference, name, source, quantisation)
+    view = ModelView(spec, tokenizer, reference)
+    admission = admit(reference, view)
+    return Target(
+        model, tokenizer, spec, reference=reference, view=view, admission=admission
+    )
+
+
+def _describe(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    reference: HFDoor,
+    name: str,
+    source: str,
+    quantisation: str,
+) -> TargetSpec:
+    config = model.config.get_text_config()
+    head, embedding = reference.anatomy.head.weight, reference.anatomy.embedding.weight
+    top = max(tokenizer.get_vocab().values())
+    for what, rows in (("embedding", embedding.shape[0]), ("LM head", head.shape[0])):
+        if top >= rows:
+            raise TargetMismatch(
+                f"the tokenizer of target {name} knows id {top}, but the model's {what} has "
+                f"{rows} rows (ids 0..{rows - 1}); use the tokenizer the model was trained with, or "
+                "resize the model's embeddings"
+            )
+    return TargetSpec(
+        name=name,
+        source=source,
+        checksum=fingerprint_weights(model),
+        quantisation=quantisation,
+        hidden_size=config.hidden_size,
+        vocab_size=head.shape[0],
+        num_token_ids=top + 1,
+        num_layers=len(reference.anatomy.layers),
+        max_positions=_max_positions(config),
+        tokenizer_sha256=fingerprint_tokenizer(tokenizer),
+        eos_ids=_eos_ids(model, tokenizer),
+        dtype=str(head.dtype).removeprefix("torch."),
+    )
+
+
+def _max_positions(config: Any) -> int:
+    """Longest exact length: a longrope table changes past the original length (adapter notes)."""
+    longest = getattr(config, "max_position_embeddings", None) or 1 << 20
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    return int(longest)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for given in (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
+        found |= set(given) if isinstance(given, list | tuple) else {given}
+    return tuple(sorted(i for i in found if i is not None))
+
+
+def _copy(features: Float[Tensor, "..."] | None) -> Tensor | None:
+    return None if features is None else features.clone()

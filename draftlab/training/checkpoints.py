@@ -1,0 +1,191 @@
+"""Checkpoints of a training: whole or absent, whenever the process dies.
+
+    checkpoints/step-000500/{drafter files, state/tensors.safetensors, state/state.json}
+    checkpoints/latest   checkpoints/best     text: the name of a folder
+
+A folder is written under a temporary name, forced to disk and renamed; the pointers follow.
+Nothing is pickled.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from draftlab.errors import CheckpointError
+from draftlab.shapes import Tensor
+
+_WRITING = ".writing-"
+_DROPPING = ".dropping-"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a training is.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: pass over the data of the next step, 0...
+        position: optimizer steps of that pass already done.
+        total_steps: optimizer steps of the whole training; the schedule hangs on it.
+        best_step: step of the best probe so far, or None.
+        best_tau: its acceptance length, or None.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    total_steps: int
+    best_step: int | None
+    best_tau: float | None
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. Only the main process writes."""
+
+    def __init__(self, root: Path) -> None:
+        """Name the folder; it is made when first written to."""
+        self.root = root
+
+    def latest(self) -> Path | None:
+        """Give the newest whole checkpoint, or None."""
+        return self._pointed("latest")
+
+    def best(self) -> Path | None:
+        """Give the checkpoint with the best probe, or None."""
+        return self._pointed("best")
+
+    def commit(self, step: int, write: Callable[[Path], None], *, is_best: bool) -> Path:
+        """Write one checkpoint as a whole, then point to it.
+
+        Args:
+            step: optimizer steps done.
+            write: fills the folder it is given.
+            is_best: this is the best so far.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        name = f"step-{step:06d}"
+        temporary = self.root / f"{_WRITING}{name}"
+        _remove(temporary)
+        temporary.mkdir()
+        write(temporary)
+        _force_to_disk(temporary)
+        final = self.root / name
+        if final.exists():  # committed, but the process died before `latest` named it
+            self._drop(final)
+        os.replace(temporary, final)
+        _sync(self.root)
+        write_text(self.root / "latest", name)
+        if is_best:
+            write_text(self.root / "best", name)
+        return final
+
+    def rotate(self, keep: int) -> None:
+        """Keep the newest checkpoints and the best one, and clear what a dead process left."""
+        for leftover in self.root.glob(".*-step-*"):
+            _remove(leftover)
+        names = sorted((path.name for path in self.root.glob("step-*")), key=_step_of)
+        kept = {path.name for path in (self.latest(), self.best()) if path is not None}
+        for name in names[:-keep]:
+            if name not in kept:
+                self._drop(self.root / name)
+
+    def _drop(self, folder: Path) -> None:
+        # renamed first: a folder that is half gone must not look like a checkpoint
+        doomed = folder.with_name(f"{_DROPPING}{folder.name}")
+        _remove(doomed)
+        os.replace(folder, doomed)
+        _remove(doomed)
+
+    def _pointed(self, pointer: str) -> Path | None:
+        path = self.root / pointer
+        if not path.is_file():
+            return None
+        folder = self.root / path.read_text(encoding="utf-8").strip()
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{path} names {folder.name}, which does not exist; write the name of one of the "
+                f"step-* folders beside it into {path}, or delete {path}"
+            )
+        return folder
+
+
+def write_state(folder: Path, progress: Progress, tensors: dict[str, Tensor]) -> None:
+    """Write the state of a training into a checkpoint that is being made."""
+    state = folder / "state"
+    state.mkdir()
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(plain, state / "tensors.safetensors")
+    (state / "state.json").write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
+
+
+def read_state(folder: Path) -> tuple[Progress, dict[str, Tensor]]:
+    """Read what `write_state` wrote.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint of a training.
+    """
+    state = folder / "state"
+    try:
+        progress = Progress(**json.loads((state / "state.json").read_text(encoding="utf-8")))
+        tensors = load_file(state / "tensors.safetensors")
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} holds no training state that can be resumed ({error}); expected "
+            "state/state.json and state/tensors.safetensors; pass a folder checkpoints/step-*"
+        ) from None
+    return progress, tensors
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small text file as a whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a small JSON file of a run.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}); start the training in a new folder"
+        ) from None
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _force_to_disk(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

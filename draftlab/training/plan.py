@@ -1,0 +1,121 @@
+"""What a training set out to do, fixed once and kept in checkpoints/plan.json.
+
+A resumed training must be the same training: same data, same optimizer, same number of steps. A
+time limit is turned into a number of steps when the training starts, and never again, so that the
+schedule of a resumed run is the schedule it began with.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import CheckpointError
+from draftlab.training.checkpoints import read_json, write_text
+from draftlab.training.settings import TrainSettings
+
+_MIN_REHEARSALS = 3
+_MAX_REHEARSALS = 20
+_REHEARSAL_SHARE = 0.02  # of the time limit may go into measuring it
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """Everything that must be equal for a resumed training to be exact.
+
+    Attributes:
+        drafter_kind: what is trained.
+        optim: OptimSettings as plain data.
+        limits: max_steps, max_epochs, max_minutes and precision, as plain data.
+        rows_checksum: fingerprint of the packed data.
+        seed: the run's seed.
+        step_rows: rows of an optimizer step over all processes and batches; how they are cut into
+            processes and batches may change.
+        total_steps: optimizer steps.
+    """
+
+    drafter_kind: str
+    optim: dict[str, Any]
+    limits: dict[str, Any]
+    rows_checksum: str
+    seed: int
+    step_rows: int
+    total_steps: int
+
+    def write(self, folder: Path) -> None:
+        """Write plan.json as a whole."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "plan.json", json.dumps(asdict(self), indent=2))
+
+    def resume(self, folder: Path) -> "TrainingPlan":
+        """Give the plan this training began with, or this one when none was written yet.
+
+        Raises:
+            CheckpointError: the training began with other data or settings; names each.
+        """
+        path = folder / "plan.json"
+        if not path.is_file():
+            return self
+        began = _flat(read_json(path))
+        now = _flat(json.loads(json.dumps(asdict(self))))  # so that tuples and lists compare equal
+        differences = [
+            f"{key}: began with {_short(began.get(key))}, now {_short(value)}"
+            for key, value in now.items()
+            if key != "total_steps" and began.get(key) != value
+        ]
+        if differences:
+            raise CheckpointError(
+                f"{path} was written by a training that differs:\n  "
+                + "\n  ".join(differences)
+                + "\nresume with the settings and data it began with, or train in a new folder "
+                "(init=DRAFTER goes on from its weights)"
+            )
+        return replace(self, total_steps=int(began["total_steps"]))
+
+
+def steps_within_limits(settings: TrainSettings, steps_per_epoch: int) -> int | None:
+    """Compute the optimizer steps that max_steps and max_epochs allow; None: no such limit."""
+    limits = []
+    if settings.max_steps is not None:
+        limits.append(settings.max_steps)
+    if settings.max_epochs is not None:
+        limits.append(max(1, math.ceil(settings.max_epochs * steps_per_epoch)))
+    return min(limits, default=None)
+
+
+def measure_steps_in_time(
+    minutes: float, rehearse: Callable[[int], float], agree: Callable[[float], float]
+) -> int:
+    """Measure how many optimizer steps fit into a time, by doing some without effect.
+
+    The first one pays for warming up and is not counted; the time all of them took is taken off.
+
+    Args:
+        minutes: the time limit.
+        rehearse: does step number n (1..) without changing anything; returns seconds.
+        agree: gives the first process's number to all.
+    """
+    spent = rehearse(1)
+    times = [rehearse(1 + n) for n in range(1, _MIN_REHEARSALS + 1)]
+    mean = agree(sum(times) / len(times))
+    more = min(_MAX_REHEARSALS, int(_REHEARSAL_SHARE * minutes * 60 / mean)) - _MIN_REHEARSALS
+    times += [rehearse(1 + _MIN_REHEARSALS + n) for n in range(1, more + 1)]
+    left = minutes * 60 - spent - sum(times)
+    return max(1, int(agree(left / (sum(times) / len(times)))))
+
+
+def _flat(data: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            out |= {f"{key}.{inner}": v for inner, v in value.items()}
+        else:
+            out[key] = value
+    return out
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."

@@ -1,0 +1,433 @@
+"""Trains a drafter for a frozen target.
+
+In: a drafter, its target, packed rows. Out: checkpoints, numbers, and the best one by the real
+acceptance length that the caller measures. Read `Trainer.run` first.
+
+What a step computes does not depend on how its rows are cut into processes and batches: the loss
+is the sum over the step's sequences divided by their number, over all processes (case O-22), the
+learning rate follows optimizer steps (O-23), and noise is keyed by sample. Everything that a step
+depends on is in the checkpoint or a function of (seed, step), so a killed run goes on bit for bit
+(O-20).
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from torch import distributed, nn
+
+from draftlab.drafters.base import Drafter
+from draftlab.drafters.store import save_drafter
+from draftlab.errors import CheckpointError, ConfigError, DraftlabError
+from draftlab.randomness import Noise
+from draftlab.shapes import Tensor
+from draftlab.targets.target import Target
+from draftlab.training.averaging import WeightAverage
+from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state, write_state
+from draftlab.training.loss import DrafterLoss
+from draftlab.training.meter import Meter
+from draftlab.training.optim import build_optimizers, set_lr, trainable_parameters
+from draftlab.training.plan import TrainingPlan, measure_steps_in_time, steps_within_limits
+from draftlab.training.progress import ProgressDisplay
+from draftlab.training.rows import TrainingRows
+from draftlab.training.sampler import RowOrder
+from draftlab.training.schedule import lr_factor
+from draftlab.training.settings import OptimSettings, TrainSettings
+
+log = logging.getLogger(__name__)
+
+Probe = Callable[[int, Drafter], dict[str, float] | None]
+LogNumbers = Callable[..., None]
+
+_REPLICATED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a training ended.
+
+    Attributes:
+        total_steps: optimizer steps done, over all resumes.
+        latest: the last checkpoint.
+        best: the checkpoint whose probe was best; the last one when nothing was probed.
+        best_tau: its acceptance length, or None.
+    """
+
+    total_steps: int
+    latest: Path
+    best: Path
+    best_tau: float | None
+
+
+class Trainer:
+    """Runs optimizer steps, and writes checkpoints that a killed run resumes from exactly."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        rows: TrainingRows,
+        *,
+        optim: OptimSettings,
+        train: TrainSettings,
+        seed: int,
+        folder: Path,
+        on_checkpoint: Probe | None = None,
+        metrics: LogNumbers | None = None,
+        resume_from: Path | None = None,
+        origin: dict[str, Any] | None = None,
+    ) -> None:
+        """Check everything that can be checked before the first step.
+
+        Args:
+            drafter: trained in place; its weights become float32 at least.
+            target: frozen; never prepared, never given to an optimizer.
+            rows: packed rows.
+            optim: how weights move.
+            train: how long, and in what portions.
+            seed: the run's seed; order and noise hang on it.
+            folder: where checkpoints go (the run's `checkpoints`).
+            on_checkpoint: called on the first process with (step, drafter in eval mode) for every
+                probe; may return numbers. The highest "tau" makes the best checkpoint.
+            metrics: called on the first process as metrics(step, split, **numbers).
+            resume_from: `folder` itself to go on from its latest checkpoint (or to start, when it
+                has none), or one of its step-* folders; None to start anew.
+            origin: plain data to keep in every saved drafter, such as recipe and data report.
+
+        Raises:
+            ConfigError: nothing to train, or processes that this trainer does not know.
+            DataError: captured features do not hold what the drafter needs.
+            CheckpointError: `folder` belongs to another training.
+        """
+        self.drafter = drafter
+        self.target = target
+        self.rows = rows
+        self.optim = optim
+        self.train = train
+        self.seed = seed
+        self._on_checkpoint = on_checkpoint
+        self._metrics = metrics
+        self._origin = origin or {}
+        self._parameters = trainable_parameters(drafter)
+        rows.check_captured(drafter.needs)
+        self._folder = CheckpointFolder(folder)
+        self._resume_from = self._choose_checkpoint(resume_from)
+
+        self.accelerator = _start_accelerator(target.device, train.precision)
+        drafter.to(self.accelerator.device)
+        _keep_float32(drafter)
+        self._order = RowOrder(
+            num_rows=len(rows),
+            seed=seed,
+            batch_rows=train.batch_rows,
+            accumulation=train.accumulation,
+            num_processes=self.accelerator.num_processes,
+        )
+        self._plan, self._is_planned = self._make_plan(is_resumed=resume_from is not None)
+        self._optimizers = build_optimizers(drafter, optim)
+        self._loss, *self._prepared = self.accelerator.prepare(
+            DrafterLoss(drafter), *self._optimizers
+        )
+        self._average: WeightAverage | None = None
+        self._best: tuple[int, float] | None = None
+
+    def run(self) -> TrainingResult:
+        """Train to the end of the plan, from the start or from where a checkpoint left off.
+
+        Raises:
+            DraftlabError: the gradient is no longer a number.
+        """
+        self.drafter.train()
+        self._fix_total_steps()
+        total = self._plan.total_steps
+        if self.optim.ema_decay is not None:
+            self._average = WeightAverage(self._parameters, self.optim.ema_decay)
+        done = 0 if self._resume_from is None else self._restore(self._resume_from)
+        display = ProgressDisplay(done=done, total=total, is_shown=self.accelerator.is_main_process)
+        meter = Meter(self.accelerator.device, self.accelerator.num_processes)
+        with display.running():
+            for step in range(done + 1, total + 1):
+                factor = lr_factor(step, total, self.optim)
+                grad_norm = self._step(step, factor, meter)
+                display.advance()
+                if self._average is not None:
+                    self._average.update()
+                saves = self._saves_at(step)
+                # also before every checkpoint: sums in flight are not part of the state
+                if saves or step % self.train.log_every_steps == 0:
+                    numbers = meter.read() | {
+                        "train/lr": self.optim.lr * factor,
+                        "train/grad_norm": grad_norm,
+                        "train/epoch": step / self._order.steps_per_epoch,
+                    }
+                    self._log(step, "train", numbers)
+                    display.show(step, numbers)
+                if saves:
+                    with display.paused():
+                        self._checkpoint(step)
+        return self._result()
+
+    def _step(self, step: int, factor: float, meter: Meter | None) -> float:
+        """Do one optimizer step and return the norm of the full gradient, before clipping."""
+        start = time.perf_counter()
+        rows = self._order.rows(step)
+        num_sequences = sum(self.rows.num_sequences[row] for row in rows)
+        # Accelerate averages gradients over processes, so each brings its sum times their number
+        scale = self.accelerator.num_processes / max(1, num_sequences)
+        noise = Noise(self.seed, self._order.epoch(step))
+        batches = self._order.batches(step, self.accelerator.process_index)
+        for number, batch_rows in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self._loss):
+                total, loss = self._forward(batch_rows, noise)
+                self.accelerator.backward(total * scale)
+            if meter is not None:
+                meter.add_batch(loss)
+        limit = math.inf if self.optim.clip_norm is None else self.optim.clip_norm
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        grad_norm = float(norm)  # the one wait for the device in a step
+        if not math.isfinite(grad_norm):
+            raise DraftlabError(
+                f"the gradient of optimizer step {step} has norm {grad_norm}, so the weights would "
+                "be lost; lower optim.lr, set optim.clip_norm, or try train.precision=no; the last "
+                f"checkpoint in {self._folder.root} is sound"
+            )
+        set_lr(self._optimizers, factor)
+        for optimizer in self._prepared:
+            optimizer.step()
+            optimizer.zero_grad()
+        if meter is not None:
+            meter.add_step(
+                num_sequences=num_sequences,
+                num_tokens=self.rows.num_tokens(rows),
+                seconds=time.perf_counter() - start,
+            )
+        return grad_norm
+
+    def _forward(self, rows: list[int | None], noise: Noise) -> Any:
+        batch = self.rows.tokens(rows).to(self.accelerator.device)
+        learns = any(row is not None and self.rows.num_sequences[row] for row in rows)
+        features = (
+            self.rows.features(rows, batch, self.drafter.needs, self.target) if learns else None
+        )
+        return self._loss(batch, features, noise)
+
+    # -- the plan ------------------------------------------------------------------------------
+
+    def _choose_checkpoint(self, resume_from: Path | None) -> Path | None:
+        root = self._folder.root
+        if resume_from is not None:
+            return self._folder.latest() if resume_from == root else resume_from
+        if (root / "plan.json").exists() or self._folder.latest() is not None:
+            raise CheckpointError(
+                f"{root} already holds a training; resume it (resume_from={root}), or train in a "
+                "new folder"
+            )
+        return None
+
+    def _make_plan(self, *, is_resumed: bool) -> tuple[TrainingPlan, bool]:
+        limits = {"max_steps", "max_epochs", "max_minutes", "precision"}
+        steps = steps_within_limits(self.train, self._order.steps_per_epoch)
+        plan = TrainingPlan(
+            drafter_kind=self.drafter.kind,
+            optim=self.optim.model_dump(mode="json"),
+            limits=self.train.model_dump(mode="json", include=limits),
+            rows_checksum=self.rows.checksum(),
+            seed=self.seed,
+            step_rows=self._order.step_rows,
+            total_steps=steps or 0,
+        )
+        if is_resumed and (self._folder.root / "plan.json").is_file():
+            return plan.resume(self._folder.root), True
+        return plan, False
+
+    def _fix_total_steps(self) -> None:
+        if self._is_planned:
+            return
+        if self.train.max_minutes is not None:
+            fitting = measure_steps_in_time(self.train.max_minutes, self._rehearse, self._agree)
+            known = self._plan.total_steps or fitting
+            self._plan = replace(self._plan, total_steps=min(known, fitting))
+            log.info(
+                "%.1f minutes allow %d optimizer steps; training %d",
+                self.train.max_minutes,
+                fitting,
+                self._plan.total_steps,
+            )
+        if self.accelerator.is_main_process:
+            self._plan.write(self._folder.root)
+        self._is_planned = True
+
+    def _rehearse(self, step: int) -> float:
+        """Do a step at learning rate zero and forget its moments: only time passes."""
+        start = time.perf_counter()
+        self._step(step, 0.0, None)
+        seconds = time.perf_counter() - start
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        return seconds
+
+    def _agree(self, number: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return number
+        shared = torch.tensor([number], dtype=torch.float64, device=self.accelerator.device)
+        distributed.broadcast(shared, src=0)
+        return float(shared)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def _saves_at(self, step: int) -> bool:
+        return (
+            step == self._plan.total_steps
+            or step % self.train.save_every_steps == 0
+            or self._probes_at(step)
+        )
+
+    def _probes_at(self, step: int) -> bool:
+        every = self.train.probe_every_steps or self.train.save_every_steps
+        return step == self._plan.total_steps or step % every == 0
+
+    def _checkpoint(self, step: int) -> None:
+        if self.accelerator.is_main_process:
+            is_best = self._probe(step)
+            self._write(step, is_best=is_best)
+        self.accelerator.wait_for_everyone()
+
+    def _served(self) -> AbstractContextManager[None]:
+        """Put the weights that are saved and probed into the drafter for a while."""
+        return nullcontext() if self._average is None else self._average.in_place()
+
+    def _probe(self, step: int) -> bool:
+        """Let the caller measure the drafter; True when it is the best so far."""
+        if self._on_checkpoint is None or not self._probes_at(step):
+            return False
+        self.drafter.eval()
+        with self._served():
+            numbers = self._on_checkpoint(step, self.drafter)
+        self.drafter.train()
+        if not numbers:
+            return False
+        self._log(step, "validation", {f"accept/{name}": x for name, x in numbers.items()})
+        tau = numbers.get("tau")
+        if tau is None or (self._best is not None and tau <= self._best[1]):
+            return False
+        self._best = (step, float(tau))
+        return True
+
+    def _write(self, step: int, *, is_best: bool) -> None:
+        epoch, position = divmod(step, self._order.steps_per_epoch)
+        best_step, best_tau = self._best or (None, None)
+        progress = Progress(step, epoch, position, self._plan.total_steps, best_step, best_tau)
+
+        def write(folder: Path) -> None:
+            extra = self._origin | {"step": step, "total_steps": self._plan.total_steps}
+            with self._served():
+                save_drafter(self.drafter, folder, extra=extra)
+            write_state(folder, progress, self._state_tensors())
+
+        self._folder.commit(step, write, is_best=is_best)
+        self._folder.rotate(self.train.keep_checkpoints)
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        """Name everything a step reads and changes."""
+        named: dict[str, Tensor] = {f"weight/{name}": p for name, p in self._parameters.items()}
+        named |= {f"buffer/{name}": buffer for name, buffer in self.drafter.named_buffers()}
+        names = {id(p): name for name, p in self._parameters.items()}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                named |= {f"optim/{names[id(parameter)]}/{key}": x for key, x in state.items()}
+        if self._average is not None:
+            named |= {f"mean/{name}": mean for name, mean in self._average.means.items()}
+        return named
+
+    @torch.no_grad()
+    def _restore(self, folder: Path) -> int:
+        """Put a checkpoint's state back; return the optimizer steps done."""
+        progress, tensors = read_state(folder)
+        places: dict[str, Tensor] = {f"weight/{name}": p for name, p in self._parameters.items()}
+        places |= {f"buffer/{name}": buffer for name, buffer in self.drafter.named_buffers()}
+        if self._average is not None:
+            places |= {f"mean/{name}": mean for name, mean in self._average.means.items()}
+        moments = {name: x for name, x in tensors.items() if name.startswith("optim/")}
+        if places.keys() != tensors.keys() - moments.keys() or any(
+            places[name].shape != tensors[name].shape for name in places
+        ):
+            odd = sorted(places.keys() ^ (tensors.keys() - moments.keys())) or ["another shape"]
+            raise CheckpointError(
+                f"{folder} holds the state of another drafter ({odd[0]}); resume with the drafter "
+                "settings it was trained with"
+            )
+        for name, place in places.items():
+            place.copy_(tensors[name])
+        owners = {
+            id(p): optimizer
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        for name, moment in moments.items():
+            parameter_name, key = name.removeprefix("optim/").rsplit("/", 1)
+            parameter = self._parameters[parameter_name]
+            # a step count is a scalar that stays on the CPU
+            device = parameter.device if moment.ndim else torch.device("cpu")
+            owners[id(parameter)].state[parameter][key] = moment.to(device)
+        if progress.best_step is not None and progress.best_tau is not None:
+            self._best = (progress.best_step, progress.best_tau)
+        log.info("resumed from %s at step %d", folder, progress.step)
+        return progress.step
+
+    def _log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        if self._metrics is not None and self.accelerator.is_main_process:
+            self._metrics(step, split, **numbers)
+
+    def _result(self) -> TrainingResult:
+        latest = self._folder.latest()
+        assert latest is not None  # the last step is always saved
+        best = self._folder.best()
+        return TrainingResult(
+            total_steps=self._plan.total_steps,
+            latest=latest,
+            best=latest if best is None else best,
+            best_tau=None if self._best is None else self._best[1],
+        )
+
+
+def _start_accelerator(device: torch.device, precision: str) -> Accelerator:
+    # one process may train several times, each with its own precision
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    if accelerator.distributed_type not in _REPLICATED:
+        raise ConfigError(
+            f"training under {accelerator.distributed_type.value} is not supported; a drafter is "
+            "small: use plain data parallel (hardware=ddp)"
+        )
+    if device.type != accelerator.device.type or device.index not in (
+        None,
+        accelerator.device.index,
+    ):
+        raise ConfigError(
+            f"the target is on {device}, but this process trains on {accelerator.device}; load "
+            "the target on the process's own device"
+        )
+    return accelerator
+
+
+def _keep_float32(drafter: Drafter) -> None:
+    """Hold trainable weights in float32: small updates vanish in bfloat16."""
+    for parameter in drafter.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
