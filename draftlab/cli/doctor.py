@@ -1,10 +1,10 @@
 """`draftlab doctor`: what this machine has, and what is missing."""
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from draftlab.cli.disk import describe_bytes, free_bytes
 from draftlab.cli.words import read_options, split_words
 from draftlab.runs import provenance
 from draftlab.settings.locate import conf_dir, recipe_names
@@ -33,17 +33,19 @@ def run(args: list[str]) -> int:
     for name, version in provenance.describe_versions().items():
         print(f"{name:<14} {version or 'missing'}")
     machine = provenance.describe_machine()
-    gpus = ", ".join(f"{gpu['name']} ({_gib(gpu['memory_bytes'])})" for gpu in machine["gpus"])
+    gpus = ", ".join(
+        f"{gpu['name']} ({describe_bytes(gpu['memory_bytes'])})" for gpu in machine["gpus"]
+    )
     facts = {
         "system": machine["system"],
         "processor": f"{machine['cpu']} ({machine['cores']} cores)",
         "features": " ".join(machine["cpu_features"]) or "none of the known ones",
         "bf16": _bf16(machine["cpu_features"]),
-        "memory": _gib(machine["memory_bytes"]),
+        "memory": describe_bytes(machine["memory_bytes"]),
         "torch threads": str(torch.get_num_threads()),
         "CUDA": _cuda(),
         "GPUs": gpus or "none",
-        "free disk": f"{_gib(free_bytes(outputs))} at {outputs}",
+        "free disk": f"{describe_bytes(free_bytes(outputs))} at {outputs}",
         "settings": f"{conf_dir()}, {len(recipe_names())} recipes",
     }
     for name, fact in facts.items():
@@ -55,14 +57,6 @@ def run(args: list[str]) -> int:
     for line in _missing_extras():
         print(line)
     return 1 if broken else 0
-
-
-def free_bytes(path: Path) -> int:
-    """Count the free bytes of the disk that holds a folder, which need not exist yet."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def _missing_extras() -> Iterator[str]:
@@ -84,7 +78,3 @@ def _cuda() -> str:
         if torch.cuda.is_available()
         else "no"
     )
-
-
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
+from draftlab.errors import ConfigError
 from draftlab.runs.provenance import num_cores
 from draftlab.settings.base import Settings
 
@@ -16,13 +17,11 @@ class HardwareSettings(Settings):
     Attributes:
         kind: processor, one CUDA device, or one CUDA device a process.
         num_processes: processes that train together.
-        mixed_precision: what autocast computes in; weights stay as they are.
         threads: threads of each process; None shares the cores among the processes.
     """
 
     kind: Literal["cpu", "single_gpu", "ddp"]
     num_processes: PositiveInt
-    mixed_precision: Literal["bf16", "fp16", "none"]
     threads: PositiveInt | None
 
     @model_validator(mode="after")
@@ -32,8 +31,6 @@ class HardwareSettings(Settings):
                 f"hardware=single_gpu runs one process, not {self.num_processes}; "
                 "use hardware=ddp for one process a device"
             )
-        if self.kind == "cpu" and self.mixed_precision == "fp16":
-            raise ValueError("mixed_precision=fp16 does not work on a processor; use bf16 or none")
         return self
 
     def resolved(self) -> "HardwareSettings":
@@ -42,13 +39,32 @@ class HardwareSettings(Settings):
         return self.model_copy(update={"threads": threads})
 
 
+def apply_hardware(hardware: HardwareSettings) -> None:
+    """Set this process's threads, and hide or demand CUDA; call it before anything runs.
+
+    Raises:
+        ConfigError: a device is asked for and there is none.
+    """
+    import torch
+
+    if hardware.kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA starts lazily: nothing has looked yet
+    elif torch.cuda.device_count() < hardware.num_processes:
+        raise ConfigError(
+            f"hardware={hardware.kind} with num_processes={hardware.num_processes} needs as many "
+            f"CUDA devices, and torch {torch.__version__} sees {torch.cuda.device_count()}; use "
+            "hardware=cpu, or see `draftlab doctor`"
+        )
+    torch.set_num_threads(hardware.resolved().threads or 1)
+
+
 def launcher_command(hardware: HardwareSettings, words: list[str]) -> list[str]:
     """Give the command that starts `python -m WORDS` in every process."""
     # --multi_gpu means "through torchrun"; `launcher_environment` keeps cpu runs off devices
     return [
         *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
         *("--num_machines", "1", "--num_processes", str(hardware.num_processes)),
-        *("--mixed_precision", accelerate_precision(hardware), "--dynamo_backend", "no"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),  # the trainer's own affair
         *("--main_process_port", "0", "--module", *words),
     ]
 
@@ -59,8 +75,3 @@ def launcher_environment(hardware: HardwareSettings) -> dict[str, str]:
     if hardware.kind == "cpu":
         ours |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **ours}
-
-
-def accelerate_precision(hardware: HardwareSettings) -> str:
-    """Give Accelerate's word for the precision."""
-    return "no" if hardware.mixed_precision == "none" else hardware.mixed_precision

@@ -6,6 +6,7 @@ see Hydra, so every rank has the same settings and the same folder.
 
 import hashlib
 import json
+import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from draftlab.cli.worker import read_run_settings, work
 from draftlab.errors import ConfigError, DraftlabError
 from draftlab.runs.provenance import collect_provenance
 from draftlab.runs.run_dir import RunDir, create_run, list_runs, open_run, write_json
-from draftlab.settings.compose import compose
+from draftlab.settings.compose import Composed, compose
 
 
 def launch_training(words: Sequence[str]) -> RunDir:
@@ -39,7 +40,7 @@ def launch_training(words: Sequence[str]) -> RunDir:
         else:
             _work_in_processes(run, settings)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"draftlab train resume={run.path}") from None
+        raise KeyboardInterrupt(_resume_command(run)) from None
     return run
 
 
@@ -52,14 +53,7 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
     named = [word for word in words if word.startswith("resume=")]
     if named and named[-1] not in ("resume=auto", "resume=never"):
         return _reopen(named[-1].partition("=")[2], [word for word in words if word not in named])
-    composed = compose("train", words)
-    if isinstance(composed.data["drafter"], str):
-        name = composed.data["drafter"]
-        raise ConfigError(
-            f"drafter={name} names a trained drafter, and training starts from a kind; to train "
-            f"it further pass init={name}"
-        )
-    settings = settings_of(RunSettings, composed)
+    settings, composed = compose_run(words)
     digest = _digest(settings)
     family = settings.paths.outputs / (composed.recipe or "adhoc")
     if settings.resume == "auto" and (run := _interrupted_run(family, digest)):
@@ -72,6 +66,22 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
     return run, settings
 
 
+def compose_run(words: Sequence[str]) -> tuple[RunSettings, Composed]:
+    """Compose and check the settings of a training run.
+
+    Raises:
+        ConfigError: the words do not compose, or name a trained drafter to start from.
+    """
+    composed = compose("train", words)
+    name = composed.data.get("drafter")
+    if isinstance(name, str):
+        raise ConfigError(
+            f"drafter={name} names a trained drafter, and training starts from a kind; to train "
+            f"it further pass init={name}"
+        )
+    return settings_of(RunSettings, composed), composed
+
+
 def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:
     if others:
         raise ConfigError(
@@ -80,6 +90,10 @@ def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:
         )
     run = open_run(name)
     return run, read_run_settings(run)
+
+
+def _resume_command(run: RunDir) -> str:
+    return shlex.join(["draftlab", "train", f"resume={run.path}"])
 
 
 def _digest(settings: RunSettings) -> str:
@@ -108,5 +122,5 @@ def _work_in_processes(run: RunDir, settings: RunSettings) -> None:
     if done.returncode != 0:
         raise DraftlabError(
             f"a worker of {run.path} failed (exit code {done.returncode}); what it said stands "
-            f"above and in {run.log_path}; to go on: draftlab train resume={run.path}"
+            f"above and in {run.log_path}; to go on: {_resume_command(run)}"
         )

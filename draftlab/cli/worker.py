@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from draftlab.cli.hardware import apply_hardware
 from draftlab.cli.schema import RunSettings
 from draftlab.errors import DraftlabError
 from draftlab.runs.run_dir import RunDir, open_run
@@ -26,13 +27,10 @@ def work(run: RunDir) -> None:
     Raises:
         CheckpointError: another process is writing the run.
     """
-    import torch
-
     from draftlab.cli.train_job import run_training
 
     settings = read_run_settings(run)
-    if settings.hardware.threads:
-        torch.set_num_threads(settings.hardware.threads)
+    apply_hardware(settings.hardware)
     if not _is_first_rank():
         logging.getLogger("draftlab").setLevel(logging.WARNING)
         run_training(run, settings)

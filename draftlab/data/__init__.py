@@ -1,6 +1,7 @@
 """Conversations in, token rows with a loss mask out.
 
-Read conversations.py (files to chats), then chat.py (template and loss mask), loader.py (a data set
-prepared once and cached), packing.py and batch.py. answers.py keeps what the target answered.
+Read conversations.py (what a chat is) and reading.py (files), then template.py and chat.py (loss
+mask), loader.py (a data set prepared once and cached), packing.py and batch.py. answers.py keeps
+what the target answered.
 Text goes in; only `TokenBatch` and captured features leave towards training.
 """

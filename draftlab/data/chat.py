@@ -14,25 +14,23 @@ Templates that rewrite history (drop old thoughts) make an earlier answer look o
 generated. Then every answer gets a row of its own, with its context as served (case O-07).
 """
 
-import hashlib
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.data.conversations import Conversation, Message
+from draftlab.data.template import (
+    RowProblem,
+    decode,
+    encode_text,
+    encode_texts,
+    find_answer_marker,
+    load_marks,
+    render,
+)
 from draftlab.errors import DataError
-
-_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-
-
-class RowProblem(DataError):
-    """Why one chat gives no row; its text is the reason, without the chat's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def encode_prompt(
     """
     if not messages:
         raise RowProblem("empty chat")
-    return encode_text(tokenizer, _render(tokenizer, messages, tools, options, to_answer=True))
+    return encode_text(tokenizer, render(tokenizer, messages, tools, options, to_answer=True))
 
 
 def encode_chat(
@@ -157,67 +155,6 @@ def check_template(
         ) from None
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode rendered text; the template has written every special token, so none is added."""
-    return tokenizer(
-        text, add_special_tokens=False, truncation=False, padding=False, verbose=False
-    )["input_ids"]
-
-
-def find_answer_marker(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
-) -> tuple[str, str] | None:
-    """Find the texts with which the template opens and closes an answer.
-
-    Returns:
-        Opening and closing, such as "<|im_start|>assistant" and a line break, "<|im_end|>"; None
-        when the opening holds no special token, because then plain words in a question could be
-        taken for it.
-    """
-    question: Message = {"role": "user", "content": "Is it on?"}
-    answer: Message = {"role": "assistant", "content": "It is."}
-    asked = _render(tokenizer, [question], None, options)
-    prompt = _render(tokenizer, [question], None, options, to_answer=True)
-    done = _render(tokenizer, [question, answer], None, options)
-    if not (prompt.startswith(asked) and done.startswith(prompt)):
-        return None
-    opening = prompt[len(asked) :]
-    if not any(token in opening for token in _special_tokens(tokenizer)):
-        return None
-    return opening, done.rpartition("It is.")[2].rstrip()
-
-
-def compute_tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Compute a sha256 over everything that turns text into ids (the template is not in it)."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        parts = json.loads(backend.to_str())
-        # left behind by whoever used the tokenizer last; says nothing about the vocabulary
-        parts.pop("truncation", None)
-        parts.pop("padding", None)
-    else:
-        parts = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
-    parts["special"] = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def load_template(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None
-) -> str:
-    """Give the source of the chat template in use.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
-    try:
-        return tokenizer.get_chat_template(tools=list(tools) if tools else None)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template ({error}); use an "
-            "instruction-tuned target, or put a chat_template.jinja beside its tokenizer.json"
-        ) from None
-
-
 class _NotAPrefix(Exception):
     """A piece of text whose ids are not a prefix of the whole text's ids."""
 
@@ -234,8 +171,8 @@ class _Chat:
     def split_answer(self, index: int) -> _Answer:
         """Render what the target read before turn `index`, and that with its answer."""
         before, until = self.messages[:index], self.messages[: index + 1]
-        prompt = _render(self.tokenizer, before, self.tools, self.options, to_answer=True)
-        done = _render(self.tokenizer, until, self.tools, self.options)
+        prompt = render(self.tokenizer, before, self.tools, self.options, to_answer=True)
+        done = render(self.tokenizer, until, self.tools, self.options)
         if not done.startswith(prompt):
             raise RowProblem(
                 "an answer cannot be split from its prompt: the rendered chat does not begin with "
@@ -251,12 +188,13 @@ class _Chat:
 
     def build_whole_row(self, answers: list[_Answer]) -> _Row | None:
         """Build one row for all answers, or nothing where the template rewrites history."""
-        text = _render(self.tokenizer, self.messages, self.tools, self.options)
+        text = render(self.tokenizer, self.messages, self.tools, self.options)
         if not all(text.startswith(answer.closed) for answer in answers):
             return None
-        ids = encode_text(self.tokenizer, text)
         try:
-            spans = _find_spans(self.tokenizer, ids, [(a.prompt, a.closed) for a in answers])
+            ids, spans = _encode_spans(
+                self.tokenizer, text, [(a.prompt, a.closed) for a in answers]
+            )
         except _NotAPrefix:
             return None
         return self._mask(ids, spans, self.messages)
@@ -281,46 +219,36 @@ class _Chat:
         return _Row(ids, row.mask, num_answers)
 
     def _load_marks(self, ids: list[int], shown: tuple[Message, ...]) -> list[bool]:
-        if not _MARKERS.search(load_template(self.tokenizer, self.tools)):
+        found = load_marks(self.tokenizer, shown, self.tools, self.options)
+        # other ids: a token spans the border (see _encode_answer)
+        if found is None or found[0][: len(ids)] != ids:
             return [True] * len(ids)
-        marked: Any = self.tokenizer.apply_chat_template(
-            _adapt(self.tokenizer, shown, self.tools, calls_as_text=False),
-            tools=_as_list(self.tools),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **(self.options or {}),
-        )
-        if marked["input_ids"][: len(ids)] != ids:  # a token spans the border: see _encode_answer
-            return [True] * len(ids)
-        return [bool(mark) for mark in marked["assistant_masks"]]
+        return found[1]
 
 
-def _find_spans(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], texts: list[tuple[str, str]]
-) -> list[tuple[int, int]]:
-    spans = []
-    for prompt, closed in texts:
-        ends = []
-        for text in (prompt, closed):
-            prefix = encode_text(tokenizer, text)
-            if ids[: len(prefix)] != prefix:
-                raise _NotAPrefix
-            ends.append(len(prefix))
-        spans.append((ends[0], ends[1]))
-    return spans
+def _encode_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[str, str]]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Encode a text, and find where each (prompt, prompt with answer) ends on its ids."""
+    # one call, so that a fast tokenizer works on them at the same time
+    encoded = encode_texts(tokenizer, [text, *(piece for span in spans for piece in span)])
+    ids, prefixes = encoded[0], encoded[1:]
+    if any(ids[: len(prefix)] != prefix for prefix in prefixes):
+        raise _NotAPrefix
+    ends = [len(prefix) for prefix in prefixes]
+    return ids, list(zip(ends[::2], ends[1::2], strict=True))
 
 
 def _encode_answer(
     tokenizer: PreTrainedTokenizerBase, prompt: str, closed: str
 ) -> tuple[list[int], int]:
-    ids, prefix = encode_text(tokenizer, closed), encode_text(tokenizer, prompt)
+    ids, prefix = encode_texts(tokenizer, [closed, prompt])
     if ids[: len(prefix)] == prefix:
         return ids, len(prefix)
     # A token spans the border (an answer that begins with a line break, say). The target read the
     # prompt's ids as they are and went on from there, so the answer is encoded apart.
     joined = prefix + encode_text(tokenizer, closed[len(prompt) :])
-    if _decode(tokenizer, joined) != _decode(tokenizer, ids):
+    if decode(tokenizer, joined) != decode(tokenizer, ids):
         raise RowProblem("an answer cannot be split from its prompt on tokens")
     return joined, len(prefix)
 
@@ -371,7 +299,7 @@ def _encode_rendered(
     bos = tokenizer.bos_token
     if isinstance(bos, str) and not text.startswith(bos):
         question: Message = {"role": "user", "content": "Is it on?"}
-        if _render(tokenizer, [question], None, options).startswith(bos):
+        if render(tokenizer, [question], None, options).startswith(bos):
             text = bos + text
     spans, left_out = [], []
     end = 0
@@ -389,117 +317,11 @@ def _encode_rendered(
     if turns == "last":
         left_out += ["an earlier answer (turns=last)"] * (len(spans) - 1)
         spans = spans[-1:]
-    ids = encode_text(tokenizer, text)
     try:
-        borders = _find_spans(tokenizer, ids, spans)
+        ids, borders = _encode_spans(tokenizer, text, spans)
     except _NotAPrefix:
         raise RowProblem("an answer cannot be split from its prompt on tokens") from None
     mask = [False] * len(ids)
     for start, end in borders:
         mask[start:end] = [True] * (end - start)
     return EncodedChat([EncodedRow(ids, mask)], left_out, was_split=False)
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    options: Mapping[str, Any] | None,
-    *,
-    to_answer: bool = False,
-) -> str:
-    template = load_template(tokenizer, tools)
-
-    def render(*, calls_as_text: bool) -> str:
-        turns = _adapt(tokenizer, messages, tools, calls_as_text=calls_as_text)
-        try:
-            text = tokenizer.apply_chat_template(
-                turns,
-                tools=_as_list(tools),
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=to_answer,
-                **(options or {}),
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise RowProblem(f"the chat template refuses the chat: {error}") from error
-        assert isinstance(text, str)
-        return text
-
-    arguments = _call_arguments(messages)
-    if not arguments:
-        return render(calls_as_text=False)
-    # Servers hand arguments to the template as objects; a template that wants text fails on them,
-    # or prints them the way Python does.
-    try:
-        text = render(calls_as_text=False)
-    except RowProblem:
-        return render(calls_as_text=True)
-    return render(calls_as_text=True) if any(str(each) in text for each in arguments) else text
-
-
-def _call_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    objects = [_as_object(call["function"]["arguments"]) for call in calls]
-    return [each for each in objects if isinstance(each, dict) and each]
-
-
-def _as_object(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
-def _adapt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    calls_as_text: bool,
-) -> list[dict[str, Any]]:
-    """Put thoughts and tool arguments where this template looks for them."""
-    template = load_template(tokenizer, tools)
-    field = next((name for name in _THOUGHT_FIELDS if _reads_field(template, name)), None)
-    adapted = []
-    for message in messages:
-        turn = {**message, "content": message.get("content") or ""}
-        turn.pop("weight", None)
-        thought = turn.pop("reasoning_content", None)
-        if thought and field:
-            turn[field] = thought
-        elif thought:
-            # written out, since the template would drop it in silence
-            turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content']}"
-        if turn.get("tool_calls"):
-            turn["tool_calls"] = [_adapt_call(call, calls_as_text) for call in turn["tool_calls"]]
-        adapted.append(turn)
-    return adapted
-
-
-def _reads_field(template: str, name: str) -> bool:
-    return (
-        re.search(rf"""\.{name}\b|\[['"]{name}['"]\]|get\(['"]{name}['"]""", template) is not None
-    )
-
-
-def _adapt_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    arguments = _as_object(call["function"]["arguments"])
-    if as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _as_list(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
-    return [dict(tool) for tool in tools] if tools else None
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Any:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    return {token.content for token in tokenizer.added_tokens_decoder.values()}

@@ -22,26 +22,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.data.chat import (
-    RowProblem,
-    check_template,
-    compute_tokenizer_fingerprint,
-    encode_chat,
-    find_answer_marker,
-    load_template,
-)
-from draftlab.data.conversations import (
-    Conversation,
-    Reading,
-    describe_bad_lines,
-    list_files,
-    read_files,
-    read_hub,
-)
+from draftlab.data.chat import check_template, encode_chat
+from draftlab.data.conversations import Conversation
 from draftlab.data.files import compute_file_sha256, write_whole
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.prompts import load_prompts
+from draftlab.data.reading import Reading, describe_bad_lines, list_files, read_files, read_hub
 from draftlab.data.settings import DataSettings
+from draftlab.data.template import (
+    RowProblem,
+    compute_tokenizer_fingerprint,
+    find_answer_marker,
+    load_template,
+)
 from draftlab.errors import DataError
 from draftlab.randomness import derive_seed
 
@@ -183,9 +176,16 @@ def prepare(
         on_progress: called with chats done and chats in all.
 
     Raises:
-        DataError: bad lines, a template that cannot be split, no token to learn at all, or ids the
-            target has no row for. Nothing heavy was done by then.
+        DataError: shipped prompts (they have no answers), bad lines, a template that cannot be
+            split, no token to learn at all, or ids the target has no row for. Nothing heavy was
+            done by then.
     """
+    if settings.kind == "builtin":
+        # a few of them hold earlier turns of ours, which the target never said
+        raise DataError(
+            "the shipped prompts (data.kind=builtin) hold no answers of the target; let it answer "
+            "them first: draftlab regenerate"
+        )
     check_template(tokenizer, settings.template_options)
     reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, tokenizer)
     path = cache_dir / f"prepared-{_compute_key(settings, tokenizer, reading)[:24]}.safetensors"
@@ -203,8 +203,6 @@ def prepare(
 def _read_all(
     settings: DataSettings, cache_dir: Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> Reading:
-    if settings.kind == "builtin":
-        return Reading(load_prompts("train")[: settings.max_samples], [])
     marker = find_answer_marker(tokenizer, settings.template_options) if tokenizer else None
     read = (
         partial(read_files, settings.paths)
@@ -330,7 +328,7 @@ def _explain_nothing(
     settings: DataSettings, num_chats: int, dropped: Counter[str], examples: list[str]
 ) -> str:
     reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
-    where = ", ".join(settings.paths) or settings.hub_name or "the shipped prompts"
+    where = ", ".join(settings.paths) or settings.hub_name
     advice = (
         "let the target answer the prompts first: draftlab regenerate"
         if dropped["no answer"]

@@ -180,8 +180,9 @@ def collate_features(
     laid = []
     for which in (0, 1):
         parts = [[features[which] for features in row] for row in loaded]
-        first = parts[0][0]
-        if any((part is None) != (first is None) for row in parts for part in row):
+        flat = [part for row in parts for part in row]
+        first = flat[0] if flat else None
+        if any((part is None) != (first is None) for part in flat):
             raise DataError(
                 "some samples of a batch have captured features and some have not; train on "
                 "answers captured with one feature request, or compute features in training"
@@ -191,7 +192,7 @@ def collate_features(
             continue
         out = torch.zeros(len(rows), width, *first.shape[1:], dtype=first.dtype)
         for b, row in enumerate(parts):
-            joined = torch.cat([part for part in row if part is not None])
+            joined = torch.cat([first[:0], *(part for part in row if part is not None)])
             out[b, : len(joined)] = joined
         laid.append(out)
     return laid[0], laid[1]

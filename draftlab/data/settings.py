@@ -1,6 +1,6 @@
 """Settings of the data room: keys of conf/data/*.yaml."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -49,7 +49,7 @@ class DataSettings(Settings):
         return data
 
     @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _check_source(self) -> "DataSettings":
         if self.kind == "jsonl" and not self.paths:
             raise ValueError(
                 "kind=jsonl reads files but paths is empty; pass data.paths=FILE or "

@@ -10,7 +10,7 @@ Read `Decoder._round` first.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,7 @@ from draftlab.targets.step import Step, StepOutput
 from draftlab.targets.target import Target
 
 
+@runtime_checkable
 class Listener(Protocol):
     """Something that reads along without changing anything, such as the feature recorder."""
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._weights import sequence_weights
+from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -74,7 +74,7 @@ class DraftModelSettings(DrafterSettings):
     layers: list[int] | None
     trainable: Literal["all", "layers", "lora"]
     lora_rank: PositiveInt | None
-    lora_alpha: PositiveFloat | None
+    lora_alpha: PositiveInt | None
     objective: str
 
     @model_validator(mode="after")
@@ -105,19 +105,22 @@ class _Text:
         ids: tokens, anchor included.
         written: tokens whose keys and values lie in the buffers; drafts of the last round may
             follow the true ones.
+        settled: of them, how many are known to be true.
     """
 
     ids: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    settled: int = 0
 
     def settle(self) -> None:
-        """Forget written tokens that turned out otherwise; the anchor is to be run again."""
-        shared = 0
-        for have, true in zip(self.written, self.ids[:-1], strict=False):
-            if have != true:
+        """Forget written tokens that turned out otherwise; the anchor is always run again."""
+        last = max(0, len(self.ids) - 1)
+        self.settled = min(self.settled, last)
+        while self.settled < min(last, len(self.written)):
+            if self.written[self.settled] != self.ids[self.settled]:
                 break
-            shared += 1
-        del self.written[shared:]
+            self.settled += 1
+        del self.written[self.settled :]
 
 
 @dataclass(slots=True)
@@ -149,8 +152,6 @@ class _PassingKeys(KVBuffers):
 
 class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
     """A causal language model that drafts token by token."""
-
-    settings: DraftModelSettings
 
     def __init__(self, settings: DraftModelSettings, target: TargetView) -> None:
         """Load or build the model and check that it speaks the target's ids.
@@ -188,3 +189,358 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
     def needs(self) -> FeatureRequest:
         """Ask for the final hidden state: the target's law is computed from it in training."""
         return _FINAL
+
+    def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
+        """Compare the model's law with the target's at the same positions, packed rows kept apart.
+
+        Raises:
+            UnsupportedTarget: a model that caps its logits can draft, but is not trained here.
+        """
+        assert features.final is not None, "`needs` asks for the final hidden state"
+        slots, length = batch.input_ids.shape
+        step = Step(
+            rows=torch.arange(slots, device=batch.input_ids.device),
+            ids=batch.input_ids,
+            base=torch.zeros(slots, dtype=torch.int64, device=batch.input_ids.device),
+            live=length,
+            depths=batch.positions,
+            ancestors=segment_ancestors(batch.segment_ids),
+        )
+        final = self._door.forward(_PassingKeys(slots, length), step, _FINAL, False).features.final
+        assert final is not None
+        b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
+        hidden = final[b, s] * self._head_scale()
+        matrix, ids = _weight_of(self._door.anatomy.head), None
+        if matrix.shape[0] != self.target.spec.vocab_size:
+            # rows past the tokenizer's ids are padding, and may be more or fewer than the target's
+            ids = torch.arange(self.target.spec.num_token_ids, device=matrix.device)
+            matrix = matrix[: self.target.spec.num_token_ids]
+        ones = torch.ones_like(b, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        scores = chunked_scores(
+            self._objective,
+            hidden.unsqueeze(0),
+            [matrix],
+            target_final=features.final[b, s],
+            target_head=self.target.head,
+            labels=batch.input_ids[b, s + 1],
+            weights=(ones / sequence_sums(batch.segment_ids, b, s, ones)).unsqueeze(0),
+            vocab_ids=ids,
+        )
+        return DraftLoss(
+            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
+        )
+
+    @torch.inference_mode()
+    def open(self, slots: int, capacity: int, kv: KVBuffers) -> DraftModelState:
+        """Allocate the model's own keys and values."""
+        weight = _weight_of(self._door.anatomy.embedding)
+        own = KVBuffers(
+            num_layers=len(self._door.anatomy.layers),
+            num_kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            slots=slots,
+            capacity=capacity + _CHUNK,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        return DraftModelState([_Text() for _ in range(slots)], own)
+
+    @torch.inference_mode()
+    def observe(self, state: DraftModelState, seen: Observation) -> None:
+        """Append tokens; long prompts are run at once, the last few wait for the next proposal."""
+        # the one transfer of ids a round
+        rows, lengths = seen.rows.tolist(), seen.lengths.tolist()
+        ids, next_ids = seen.ids.tolist(), seen.next_ids.tolist()
+        for r, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            text = state.texts[row]
+            if length and not text.ids:
+                text.ids.append(ids[r][0])
+            text.ids.extend(next_ids[r][:length])
+            text.settle()
+        self._catch_up(state, rows)
+
+    @torch.inference_mode()
+    def propose(
+        self, state: DraftModelState, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
+    ) -> DraftTree:
+        """Draft K tokens one after another; rows past the model's own length draft nothing."""
+        depth, rows = budget.num_draft_tokens, budget.rows.tolist()
+        device = budget.rows.device
+        known, width = self.target.spec.num_token_ids, self.target.spec.vocab_size
+        able = [i for i, row in enumerate(rows) if self._has_room(state.texts[row], depth)]
+        index = torch.tensor(able, dtype=torch.int64, device=device)
+        tokens = torch.zeros(len(rows), depth, dtype=torch.int64, device=device)
+        laws: list[Tensor] = []
+        if able:
+            slots = [rows[i] for i in able]
+            texts = [state.texts[slot] for slot in slots]
+            for text in texts:
+                text.settle()
+            hidden = self._feed(state, slots, [text.ids[len(text.written) :] for text in texts])
+            base = torch.tensor([len(text.ids) for text in texts], device=device)
+            longest = max(len(text.ids) for text in texts)
+            for k in range(depth):
+                logits = self._view.head(hidden)[:, :known]
+                if budget.sampling.is_greedy:
+                    chosen = greedy_ids(logits)
+                else:
+                    laws.append(process(logits, budget.sampling))
+                    chosen = draw(laws[-1], uniforms[index, k])
+                tokens[index, k] = chosen
+                if k + 1 < depth:
+                    step = Step(
+                        rows=budget.rows[index],
+                        ids=chosen.unsqueeze(1),
+                        base=base + k,
+                        live=longest + k + 1,
+                    )
+                    hidden = self._run(state.kv, step)[:, 0]
+            for text, drafts in zip(texts, tokens[index].tolist(), strict=True):
+                text.written.extend(drafts[:-1])
+        num_nodes = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        num_nodes[index] = depth
+        if budget.sampling.is_greedy:
+            return chain_of_points(tokens, num_nodes)
+        law = torch.zeros(
+            len(rows), depth, width, dtype=laws[0].dtype if laws else torch.float32, device=device
+        )
+        law[..., 0] = 1.0  # a law of some kind for rows that draft nothing
+        if laws:
+            law[index, :, :known] = torch.stack(laws, dim=1)
+        return DraftTree(
+            tokens=tokens,
+            parents=chain_parents(len(rows), depth, device),
+            num_nodes=num_nodes,
+            law_probs=law,
+            law_ids=None,
+        )
+
+    def close(self, state: DraftModelState, rows: Int[Tensor, " R"]) -> None:
+        """Forget these rows; their keys and values are overwritten by the next sequence."""
+        for row in rows.tolist():
+            state.texts[row] = _Text()
+
+    def serving_weights(self) -> ServingWeights:
+        """Give the whole model, adapters merged; engines run it as a draft model."""
+        merged = self.merged_model()
+        return ServingWeights(
+            architecture="draft_model", config=merged.config.to_dict(), tensors=merged.state_dict()
+        )
+
+    def merged_model(self) -> PreTrainedModel:
+        """Build a plain transformers model with the trained weights, adapters merged into them."""
+        from peft.tuners.lora import Linear as LoraLinear
+
+        state: dict[str, Tensor] = {}
+        adapters: list[str] = []
+        for name, module in self.model.named_modules():
+            if isinstance(module, LoraLinear):
+                for part, tensor in module.get_base_layer().named_parameters():
+                    state[f"{name}.{part}"] = tensor.detach()
+                state[f"{name}.weight"] = (
+                    state[f"{name}.weight"] + module.get_delta_weight("default").detach()
+                )
+                adapters.append(f"{name}.")
+        for name, tensor in self.model.state_dict().items():
+            if not name.startswith(tuple(adapters)):
+                state[name] = tensor
+        config = type(self.model.config).from_dict(self.model.config.to_dict())
+        with torch.random.fork_rng(devices=[]):  # its random start is overwritten
+            plain = AutoModelForCausalLM.from_config(config)
+        plain.to(_weight_of(self._door.anatomy.head).dtype).load_state_dict(state)
+        return plain.eval()
+
+    def save_pretrained_folder(self, path: Path) -> None:
+        """Write a folder that transformers and engines load by itself: config, weights, tokenizer.
+
+        Args:
+            path: replaced as a whole if it exists.
+        """
+        part = path.with_name(f".{path.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        self.merged_model().save_pretrained(part)
+        self.target.tokenizer.save_pretrained(part)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(part, path)
+
+    def _has_room(self, text: _Text, depth: int) -> bool:
+        return bool(text.ids) and len(text.ids) + depth - 1 <= self._view.spec.max_positions
+
+    def _catch_up(self, state: DraftModelState, slots: list[int]) -> None:
+        """Run what is known until at most a chunk of every row is left, the anchor included."""
+        while True:
+            behind = [
+                slot
+                for slot in slots
+                if len(state.texts[slot].ids) - len(state.texts[slot].written) > _CHUNK
+                and self._has_room(state.texts[slot], 1)
+            ]
+            if not behind:
+                return
+            texts = [state.texts[slot] for slot in behind]
+            pieces = [t.ids[len(t.written) : len(t.written) + _CHUNK] for t in texts]
+            self._feed(state, behind, pieces)
+
+    def _feed(
+        self, state: DraftModelState, slots: list[int], pieces: list[list[int]]
+    ) -> Float[Tensor, "R D"]:
+        """Run the next tokens of some rows; give the final hidden state of each row's last one."""
+        device = state.kv.data.device
+        width = max(len(piece) for piece in pieces)
+        bases = [len(state.texts[slot].written) for slot in slots]
+        step = Step(
+            rows=torch.tensor(slots, device=device),
+            ids=torch.tensor([p + [0] * (width - len(p)) for p in pieces], device=device),
+            base=torch.tensor(bases, device=device),
+            live=max(bases) + width,
+        )
+        final = self._run(state.kv, step)
+        for slot, piece in zip(slots, pieces, strict=True):
+            text = state.texts[slot]
+            text.written.extend(piece)
+            text.settled = len(text.written)
+        last = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
+        return final[torch.arange(len(slots), device=device), last]
+
+    def _run(self, kv: KVBuffers, step: Step) -> Float[Tensor, "R T D"]:
+        final = self._door.forward(kv, step, _FINAL, False).features.final
+        assert final is not None
+        return final
+
+    def _head_scale(self) -> float:
+        """What the head multiplies logits with, to be applied to hidden states instead."""
+        config = self._view.config
+        is_biased = self._door.anatomy.head.bias is not None
+        if config.get("final_logit_softcapping") is not None or is_biased:
+            raise UnsupportedTarget(
+                f"draft model {self._view.spec.name} has a capped or biased LM head; draftlab runs "
+                "it but does not train it: choose another model"
+            )
+        return (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
+
+
+def _load(settings: DraftModelSettings, target: TargetView) -> PreTrainedModel:
+    """Load a model by folder or hub name and check that it speaks the target's ids."""
+    name = str(settings.model)
+    revision = settings.revision or "main"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load draft model {name!r}: {first}; expected a folder or hub name of a causal "
+            "language model with its tokenizer"
+        ) from None
+    theirs = tokenizer.get_vocab()
+    other = [t for t, i in target.tokenizer.get_vocab().items() if theirs.get(t) != i]
+    if other:
+        raise TargetMismatch(
+            f"draft model {name} and target {target.spec.name} have different tokenizers: "
+            f"{len(other)} tokens have other ids, such as {other[0]!r}; choose a draft model "
+            "of the target's own family"
+        )
+    return model
+
+
+def _from_layers(settings: DraftModelSettings, target: TargetView) -> PreTrainedModel:
+    """Build a model from chosen layers of the target, its embedding, final norm and LM head."""
+    family = target.config["model_type"]
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"start=layers serves targets of the types {', '.join(FAMILIES)}, and "
+            f"{target.spec.name} is {family}; pass start=pretrained model=FOLDER_OR_NAME"
+        )
+    layers = _spread(target.spec.num_layers) if settings.layers is None else settings.layers
+    if not layers or sorted(set(layers) & set(range(target.spec.num_layers))) != layers:
+        raise ConfigError(
+            f"layers={layers}: expected ascending, distinct numbers in "
+            f"0..{target.spec.num_layers - 1}"
+        )
+    entries = {k: v for k, v in target.config.items() if k not in ("model_type", "dtype")}
+    entries["num_hidden_layers"] = len(layers)
+    if entries.get("layer_types"):
+        entries["layer_types"] = [entries["layer_types"][i] for i in layers]
+    config = AutoConfig.for_model(family, **entries)
+    with torch.random.fork_rng(devices=[]):  # its random start is overwritten
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    rows = torch.arange(config.vocab_size, device=target.device)
+    # far from zero, the norm's epsilon is nothing and what comes out is its weight
+    large = torch.full((target.spec.hidden_size,), 1e3, dtype=target.dtype, device=target.device)
+    state = {
+        "model.embed_tokens.weight": target.embed(rows),
+        "model.norm.weight": target.final_norm(large),
+        "lm_head.weight": target.head_rows(None),
+    }
+    for here, there in enumerate(layers):
+        for name, weight in target.layer_state(there).items():
+            state[f"model.layers.{here}.{name}"] = weight
+    model.load_state_dict(state)
+    return model
+
+
+def _spread(num_layers: int) -> list[int]:
+    """Choose a quarter of the layers, at least two where there are, first and last included."""
+    count = min(num_layers, max(2, num_layers // 4))
+    return sorted({round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count)})
+
+
+def _choose_trainable(model: PreTrainedModel, settings: DraftModelSettings) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # its masks would come from the global generator
+    model.requires_grad_(settings.trainable == "all")
+    if settings.trainable == "all":
+        return
+    prefix = f"{model.base_model_prefix}."
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    stem = next(n for n in names if n.removeprefix(prefix) in ("layers", "h"))
+    if settings.trainable == "layers":
+        model.get_submodule(stem).requires_grad_(True)
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(f"{stem}.")
+    ]
+    config = LoraConfig(
+        r=settings.lora_rank or 1, lora_alpha=settings.lora_alpha or 1, target_modules=linears
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed("lora", settings.lora_rank or 1))
+        inject_adapter_in_model(config, model)
+
+
+def _spec_of(door: HFDoor, settings: DraftModelSettings, target: TargetView) -> TargetSpec:
+    """Describe the draft model as the gate wants it: the target's tokenizer, sizes of its own."""
+    config = door.model.config.get_text_config()
+    head_rows = _weight_of(door.anatomy.head).shape[0]
+    rows = min(head_rows, _weight_of(door.anatomy.embedding).shape[0])
+    if rows < target.spec.num_token_ids:
+        raise TargetMismatch(
+            f"draft model {settings.model or 'from layers'} has {rows} rows for the "
+            f"{target.spec.num_token_ids} token ids of target {target.spec.name}; choose a model "
+            "with the target's tokenizer"
+        )
+    return TargetSpec(
+        name=settings.model or f"layers of {target.spec.name}",
+        source="draft",
+        checksum="",  # its weights change in training
+        quantisation="none",
+        hidden_size=config.hidden_size,
+        vocab_size=head_rows,
+        num_token_ids=target.spec.num_token_ids,
+        num_layers=len(door.anatomy.layers),
+        max_positions=config.max_position_embeddings,
+        tokenizer_sha256=target.spec.tokenizer_sha256,
+        eos_ids=target.spec.eos_ids,
+        dtype="float32",
+    )
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    return module.get_parameter("weight")

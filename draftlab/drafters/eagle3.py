@@ -12,13 +12,14 @@ when token t + 2 + s is.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from torch import nn
 
 from draftlab.data.batch import TokenBatch
+from draftlab.drafters._unrolling import PickedRows, attend_unrolled, segment_mask, sequence_sums
+from draftlab.drafters._warm_start import final_norm_weight, start_layers
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -148,41 +149,6 @@ class _Layer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-def attend_unrolled(
-    queries: Float[Tensor, "B A Hq Dh"],
-    keys: Float[Tensor, "B T H Dh"],
-    values: Float[Tensor, "B T H Dh"],
-    mask: Bool[Tensor, "B A T"],
-    own: list[tuple[Tensor, Tensor]],
-) -> Float[Tensor, "B A HqDh"]:
-    """Attend as a draft row does: to what came before by true taps, and to its own later steps.
-
-    Row t at depth s sees the depth-0 keys of its past and the keys of depths 1..s of row t alone.
-    The latter are a product per row, not a T x T matrix.
-
-    Args:
-        queries: of the rows trained.
-        keys: of depth 0, all positions.
-        values: alike.
-        mask: True where a row may look at a depth-0 position; at least one a row.
-        own: keys and values [B A H Dh] of depths 1..s.
-    """
-    batch, rows, num_heads, width = queries.shape
-    kv_heads = keys.shape[2]
-    grouped = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) * width**-0.5  # B H G A D
-    folded = grouped.flatten(2, 3)
-    scores = (folded @ keys.permute(0, 2, 3, 1)).unflatten(2, (-1, rows))  # B H G A T
-    scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-    columns = [(grouped * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in own]
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    probs = torch.cat([scores, *columns], dim=-1).softmax(-1, dtype=wide).to(values.dtype)
-    past, rest = probs.split([keys.shape[1], len(own)], dim=-1)
-    mixed = (past.flatten(2, 3) @ values.transpose(1, 2)).unflatten(2, (-1, rows))
-    for step, (_, own_values) in enumerate(own):
-        mixed = mixed + rest[..., step : step + 1] * own_values.transpose(1, 2).unsqueeze(2)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, rows, num_heads * width)
-
-
 @dataclass(frozen=True, slots=True)
 class _DecodeLayer:
     """A layer's matrices as decoding uses them."""
@@ -229,9 +195,11 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
     """Autoregressive head on fused low, middle and high features of the target."""
 
     settings: Eagle3Settings
+    vocab_ids: Tensor | None
+    lm_head: Tensor
 
     def __init__(
-        self, settings: Eagle3Settings, target: TargetView, *, vocab: DraftVocab | None
+        self, settings: Eagle3Settings, target: TargetView, vocab: DraftVocab | None = None
     ) -> None:
         """Build the head in float32 or wider, on the target's device.
 
@@ -267,7 +235,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         self.norm = RMSNorm(width, sizes.eps)
         self.to(torch.promote_types(target.dtype, torch.float32)).to(target.device)
         if settings.init_from_layer is not None:
-            start_from_target(self, settings.init_from_layer, settings.init_noise)
+            self._start_from_target(settings.init_from_layer)
 
         ids = None if vocab is None else vocab.ids.to(target.device)
         self.register_buffer("vocab_ids", ids, persistent=False)
@@ -276,6 +244,15 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             self.lm_head = nn.Parameter(rows.to(self.fc.weight.dtype, copy=True))
         else:
             self.register_buffer("lm_head", rows, persistent=False)
+
+    @torch.no_grad()
+    def _start_from_target(self, layer: int) -> None:
+        """Start as a continuation of the target: its last tap, its layers, its final norm."""
+        start_layers(self.layers, self.target, layer, embedding_noise=self.settings.init_noise)
+        width = self.sizes.hidden
+        self.fc.weight.zero_()
+        self.fc.weight[:, -width:].fill_diagonal_(1.0)
+        self.norm.weight.copy_(final_norm_weight(self.target))
 
     @property
     def needs(self) -> FeatureRequest:
@@ -294,7 +271,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         assert features.final is not None
         steps = self.settings.unroll_steps
         masks = torch.stack([batch.shifted_mask(s + 2) for s in range(steps)])
-        rows = _Rows.pick(masks.any(0))
+        rows = PickedRows.pick(masks.any(0))
         states = self._unroll(batch, self._join(self._noisy(features.taps, batch, noise)), rows)
         return self._compare(batch, features.final, masks, rows, states)
 
@@ -322,7 +299,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         cos, sin = self.rope(positions)
         return cos, signed_sin(sin)
 
-    def _unroll(self, batch: TokenBatch, hidden: Tensor, rows: "_Rows") -> list[Tensor]:
+    def _unroll(self, batch: TokenBatch, hidden: Tensor, rows: "PickedRows") -> list[Tensor]:
         """Give the normed output [B A D] of every depth, at the picked rows."""
         mask = rows.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
         order = torch.arange(batch.input_ids.shape[1], device=mask.device)
@@ -337,10 +314,11 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             if depth > 0:
                 embedded = self._embed(rows.take(batch.shifted_ids(1 + depth)))
                 angles = self._angles(positions + depth)
-                for layer, base, mine in zip(self._layers(), past, own, strict=True):
+                for layer, (keys, values), mine in zip(self._layers(), past, own, strict=True):
                     x, residual = layer.read(embedded, hidden)
                     mine.append(layer.keys_values(x, *angles))
-                    mixed = attend_unrolled(layer.queries(x, *angles), *base, mask, mine)
+                    queries = layer.queries(x, *angles)
+                    mixed = attend_unrolled(queries, keys, values, mask, mine)
                     hidden = layer.finish(mixed, residual)
             normed = self.norm(hidden)
             states.append(normed)
@@ -348,7 +326,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         return states
 
     def _first_depth(
-        self, batch: TokenBatch, embedded: Tensor, hidden: Tensor, mask: Tensor, rows: "_Rows"
+        self, batch: TokenBatch, embedded: Tensor, hidden: Tensor, mask: Tensor, rows: "PickedRows"
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
         angles = self._angles(batch.positions)
@@ -356,14 +334,15 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         full = None
         for i, layer in enumerate(self._layers()):
             x, residual = layer.read(embedded, hidden)
-            past.append(layer.keys_values(x, *angles))
+            keys, values = layer.keys_values(x, *angles)
+            past.append((keys, values))
             if i == len(self.layers) - 1:
                 x, residual = rows.take(x), rows.take(residual)
                 queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
-                mixed = attend_unrolled(queries, *past[-1], mask, [])
+                mixed = attend_unrolled(queries, keys, values, mask, [])
             else:
-                full = _segment_mask(batch) if full is None else full
-                mixed = attend_unrolled(layer.queries(x, *angles), *past[-1], full, [])
+                full = segment_mask(batch) if full is None else full
+                mixed = attend_unrolled(layer.queries(x, *angles), keys, values, full, [])
             hidden = layer.finish(mixed, residual)
         return hidden, past
 
@@ -372,10 +351,10 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         batch: TokenBatch,
         final: Tensor,
         masks: Bool[Tensor, "K B T"],
-        rows: "_Rows",
+        rows: "PickedRows",
         states: list[Tensor],
     ) -> DraftLoss:
-        """Meet the target's law: token u + 1 is judged by the target at u, predicted at u - 1 - s."""
+        """Meet the target's law: it judges token u + 1 at u; depth s predicts that at u - 1 - s."""
         b, t = masks[0].nonzero(as_tuple=True)
         u = t + 1
         depths = torch.arange(masks.shape[0], device=u.device).unsqueeze(1)
@@ -397,7 +376,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             target_final=final[b, u],
             target_head=self.target.head,
             labels=batch.input_ids[b, u + 1],
-            weights=weights / _sequence_sums(batch.segment_ids, b, u, weights.sum(0)),
+            weights=weights / sequence_sums(batch.segment_ids, b, u, weights.sum(0)),
             vocab_ids=self.vocab_ids,
         )
         return DraftLoss(
@@ -600,28 +579,6 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of a batch that are trained, packed to the left: A of T, the same number in every row."""
-
-    index: Int[Tensor, "B A"]  # position of each; filled up with positions that are not needed
-    place: Int[Tensor, "B T"]  # where a position went, -1 when it was not picked
-
-    @classmethod
-    def pick(cls, needed: Bool[Tensor, "B T"]) -> "_Rows":
-        """Pick the needed positions of every row, at least one."""
-        width = max(int(needed.sum(1).max()), 1)
-        index = (~needed).to(torch.int8).argsort(dim=1, stable=True)[:, :width]
-        place = torch.full(needed.shape, -1, dtype=torch.int64, device=needed.device)
-        order = torch.arange(width, device=needed.device).expand_as(index)
-        return cls(index, place.scatter_(1, index, order))
-
-    def take(self, x: Tensor) -> Tensor:
-        """Gather the picked positions of [B T ...]."""
-        index = self.index.view(*self.index.shape, *[1] * (x.dim() - 2))
-        return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
-
-
-@dataclass(frozen=True, slots=True)
 class _Where:
     """New positions of a decoding pass and what they may look at.
 
@@ -660,80 +617,6 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
 
 
-@torch.no_grad()
-def start_from_target(drafter: Eagle3, layer: int, embedding_noise: float) -> None:
-    """Start the head as a continuation of the target: its layer, its final norm, its last tap.
-
-    The hidden half of q, k and v is the target layer's; the embedding half starts as small noise.
-
-    Args:
-        drafter: whose parameters to set.
-        layer: 0-based target layer for the head's first layer, negative from the end; the head's
-            further layers start from the target's next ones.
-        embedding_noise: half-width of the noise.
-
-    Raises:
-        ConfigError: no such layer, or layers of a shape that a head does not have.
-    """
-    target, width = drafter.target, drafter.sizes.hidden
-    count = target.spec.num_layers
-    first = layer + count if layer < 0 else layer
-    if not 0 <= first <= first + len(drafter.layers) - 1 < count:
-        raise ConfigError(
-            f"init_from_layer={layer} with num_layers={len(drafter.layers)}: expected layers within "
-            f"0..{count - 1} of target {target.spec.name}"
-        )
-    for i, own in enumerate(drafter.layers):
-        state = dict(target.layer_state(first + i))
-        wanted = dict(own.named_parameters())
-        if i == 0:
-            wanted["input_layernorm.weight"] = wanted.pop("hidden_norm.weight")
-            embedding_norm = own.get_parameter("input_layernorm.weight")
-            embedding_norm.fill_(1.0)
-        _check_layer(state, wanted, target, first + i, is_first=i == 0)
-        for name, parameter in wanted.items():
-            value = state[name].to(parameter)
-            if i == 0 and name in _JOINED:
-                parameter[:, :width].uniform_(-embedding_noise, embedding_noise)
-                parameter[:, width:] = value
-            else:
-                parameter.copy_(value)
-    drafter.fc.weight.zero_()
-    drafter.fc.weight[:, -width:] = torch.eye(width).to(drafter.fc.weight)
-    # the weight of any norm, read off its answer to a vector of mean 0 and root mean square 1
-    probe = torch.ones(width, dtype=target.dtype, device=target.device)
-    probe[1::2] = -1
-    answer = (target.final_norm(probe) - target.final_norm(-probe)) * probe / 2
-    drafter.norm.weight.copy_(answer)
-
-
-_JOINED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-
-
-def _check_layer(
-    state: dict[str, Tensor],
-    wanted: dict[str, nn.Parameter],
-    target: TargetView,
-    layer: int,
-    *,
-    is_first: bool,
-) -> None:
-    problems = [f"has {name}" for name in sorted(set(state) - set(wanted))]
-    problems += [f"has no {name}" for name in sorted(set(wanted) - set(state))]
-    for name in sorted(set(wanted) & set(state)):
-        rows, columns = (*wanted[name].shape, 0)[:2]
-        expected = (rows, columns // 2) if is_first and name in _JOINED else wanted[name].shape
-        if tuple(state[name].shape) != tuple(expected):
-            problems.append(f"{name} is {tuple(state[name].shape)}, expected {tuple(expected)}")
-    if target.config["hidden_act"] != "silu":
-        problems.append(f"hidden_act is {target.config['hidden_act']}, expected silu")
-    if problems:
-        raise ConfigError(
-            f"init_from_layer: layer {layer} of target {target.spec.name} cannot start an eagle3 "
-            f"head: {'; '.join(problems[:4])}; use init_from_layer=null"
-        )
-
-
 def _fuse_layer(layer: _Layer) -> _DecodeLayer:
     attention, mlp = layer.self_attn, layer.mlp
     return _DecodeLayer(
@@ -742,23 +625,3 @@ def _fuse_layer(layer: _Layer) -> _DecodeLayer:
         gate_up=fuse(mlp.gate_proj.weight, mlp.up_proj.weight),
         down=fuse(mlp.down_proj.weight),
     )
-
-
-def _segment_mask(batch: TokenBatch) -> Bool[Tensor, "B T T"]:
-    """True where a position may look at an earlier one of its own sample."""
-    order = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    same = batch.segment_ids.unsqueeze(2) == batch.segment_ids.unsqueeze(1)
-    return same & (order.unsqueeze(0) <= order.unsqueeze(1))
-
-
-def _sequence_sums(
-    segment_ids: Int[Tensor, "B T"],
-    rows: Int[Tensor, " N"],
-    columns: Int[Tensor, " N"],
-    weights: Float[Tensor, " N"],
-) -> Float[Tensor, " N"]:
-    """Give, for every prediction, the sum of the weights of its whole sequence."""
-    stride = int(segment_ids.max()) + 1
-    sequence = rows * stride + segment_ids[rows, columns]
-    sums = weights.new_zeros(segment_ids.shape[0] * stride)
-    return sums.index_add(0, sequence, weights)[sequence]

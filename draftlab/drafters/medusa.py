@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._weights import sequence_weights
+from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -25,7 +25,7 @@ from draftlab.drafters.base import (
     Observation,
     ServingWeights,
 )
-from draftlab.drafters.layers import DecodeLinear
+from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
@@ -36,6 +36,7 @@ from draftlab.sampling import draw, greedy_ids, process
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
 
@@ -87,7 +88,7 @@ class MedusaState:
 
     hidden: Float[Tensor, "B D"]
     is_seen: Bool[Tensor, " B"]
-    matrices: list[DecodeLinear]
+    matrices: list[PackedLinear]
 
 
 class ResidualBlocks(nn.Module):
@@ -110,14 +111,12 @@ class ResidualBlocks(nn.Module):
 class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
     """K residual heads that read the target's final hidden state."""
 
-    settings: MedusaSettings
-
     def __init__(
         self, settings: MedusaSettings, target: TargetView, vocab: DraftVocab | None = None
     ) -> None:
         """Build the heads, started from the target's LM head."""
         super().__init__()
-        self.settings = settings
+        self.settings = self._choices = settings
         self.target = target
         self.vocab = vocab
         self._objective = objective(settings.objective)
@@ -128,7 +127,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
             ResidualBlocks(width, settings.num_blocks) for _ in range(count)
         )
         # a plain attribute: the target's weights are never parameters, never saved
-        self._tied_rows = rows if settings.head == "tied" else None
+        self._tied_rows: Tensor | None = rows if settings.head == "tied" else None
         self.downs = nn.ModuleList()
         self.lm_heads = nn.ModuleList()
         if settings.head == "own":
@@ -150,22 +149,26 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         """
         final = features.final
         assert final is not None, "`needs` asks for the final hidden state"
-        decay = self.settings.head_decay
         b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
-        inputs, weights = [], []
-        for k in range(self.settings.num_heads):
-            t = s - 1 - k
-            exists = (t >= 0) & (batch.segment_ids[b, t.clamp_min(0)] == batch.segment_ids[b, s])
-            inputs.append(self._into_head(k, final[b, t.clamp_min(0)]))
-            weights.append(decay**k * sequence_weights(batch, b, s, exists, inputs[-1].dtype))
+        depths = torch.arange(self._choices.num_heads, device=s.device).unsqueeze(1)
+        source = s - 1 - depths  # [K N]: the row that predicts it, head by head
+        inside = source.clamp_min(0)
+        counts = (source >= 0) & (batch.segment_ids[b, inside] == batch.segment_ids[b, s])
+        hidden = torch.stack(
+            [self._into_head(k, final[b, where]) for k, where in enumerate(inside)]
+        )
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weights = counts.to(wide) * self._choices.head_decay ** depths.to(wide)
+        sums = sequence_sums(batch.segment_ids, b, s, weights.sum(0))
         scores = chunked_scores(
             self._objective,
-            torch.stack(inputs),
+            hidden,
             self._matrices,
             target_final=final[b, s],
             target_head=self.target.head,
             labels=batch.input_ids[b, s + 1],
-            weights=torch.stack(weights),
+            # a token that no head can predict is alone in a sample of nothing to learn: sum 0
+            weights=weights / sums.clamp_min(torch.finfo(wide).tiny),
             vocab_ids=self._vocab_ids,
         )
         return DraftLoss(
@@ -179,7 +182,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         return MedusaState(
             hidden=torch.zeros(slots, width, dtype=self.target.dtype, device=device),
             is_seen=torch.zeros(slots, dtype=torch.bool, device=device),
-            matrices=[DecodeLinear(matrix) for matrix in self._matrices],
+            matrices=[fuse(matrix) for matrix in self._matrices],
         )
 
     def observe(self, state: MedusaState, seen: Observation) -> None:
@@ -198,10 +201,10 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
     ) -> DraftTree:
         """Let every head speak once; each is independent of the others given the hidden state."""
         depth = budget.num_draft_tokens
-        if depth > self.settings.num_heads:
+        if depth > self._choices.num_heads:
             raise ConfigError(
                 f"num_draft_tokens={depth} is more than this Medusa drafter's "
-                f"num_heads={self.settings.num_heads}; ask for at most that many"
+                f"num_heads={self._choices.num_heads}; ask for at most that many"
             )
         logits = self._logits(state, budget.rows, depth)
         num_nodes = torch.where(state.is_seen[budget.rows], depth, 0)
@@ -226,25 +229,21 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
 
     def serving_weights(self) -> ServingWeights:
         """Give blocks, full head matrices and, for a reduced vocabulary, the ids it holds."""
+        ids, is_tied = self._vocab_ids, self._tied_rows is not None
         tensors = {name: w.detach() for name, w in self.blocks.named_parameters(prefix="blocks")}
-        ids = self._vocab_ids
-        for k in range(self.settings.num_heads):
-            if self._tied_rows is None:
-                head = self.lm_heads[k].weight.detach()
-                if self.downs:
-                    head = head @ self.downs[k].weight.detach()
-                tensors[f"lm_heads.{k}.weight"] = head
-        if self._tied_rows is not None:
-            tensors["lm_head.weight"] = self._tied_rows
+        for k, matrix in enumerate(self._matrices):
+            down = self.downs[k].get_parameter("weight").detach() if self.downs else None
+            full = matrix.detach() if down is None else matrix.detach() @ down
+            tensors["lm_head.weight" if is_tied else f"lm_heads.{k}.weight"] = full
         if ids is not None:
             tensors["token_map"] = ids
         config = {
-            "num_heads": self.settings.num_heads,
-            "num_blocks": self.settings.num_blocks,
+            "num_heads": self._choices.num_heads,
+            "num_blocks": self._choices.num_blocks,
             "hidden_size": self.target.spec.hidden_size,
             "vocab_size": self.target.spec.vocab_size,
             "has_bias": True,
-            "has_shared_head": self._tied_rows is not None,
+            "has_shared_head": is_tied,
             "draft_vocab_size": None if ids is None else ids.shape[0],
         }
         return ServingWeights(architecture="medusa", config=config, tensors=tensors)

@@ -62,13 +62,13 @@ class _Text:
 class Ngram(Drafter, kind="ngram", settings=NgramSettings):
     """Copies from the sequence itself (prompt lookup); the honest baseline of every report."""
 
-    settings: NgramSettings
-
     def __init__(self, settings: NgramSettings, target: TargetView) -> None:
         """Keep the settings; there is nothing to build."""
         super().__init__()
         self.settings = settings
         self.target = target
+        self._longest = settings.max_ngram
+        self._shortest = settings.min_ngram
 
     @property
     def needs(self) -> FeatureRequest:
@@ -95,7 +95,7 @@ class Ngram(Drafter, kind="ngram", settings=NgramSettings):
         # the one transfer of ids a round
         rows, lengths = seen.rows.tolist(), seen.lengths.tolist()
         ids, next_ids = seen.ids.tolist(), seen.next_ids.tolist()
-        longest, shortest = self.settings.max_ngram, self.settings.min_ngram
+        longest, shortest = self._longest, self._shortest
         for r, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if length == 0:
                 continue
@@ -135,13 +135,13 @@ class Ngram(Drafter, kind="ngram", settings=NgramSettings):
         raise NotExportable(
             "drafter kind 'ngram' has no weights to export; servers have it built in, for vLLM: "
             f'--speculative-config \'{{"method": "ngram", "num_speculative_tokens": '
-            f'{self.settings.num_draft_tokens}, "prompt_lookup_max": {self.settings.max_ngram}, '
-            f'"prompt_lookup_min": {self.settings.min_ngram}}}\''
+            f'{self.settings.num_draft_tokens}, "prompt_lookup_max": {self._longest}, '
+            f'"prompt_lookup_min": {self._shortest}}}\''
         )
 
     def _look_up(self, text: _Text, depth: int) -> list[int]:
         length = len(text.ids)
-        for n in range(min(self.settings.max_ngram, length), self.settings.min_ngram - 1, -1):
+        for n in range(min(self._longest, length), self._shortest - 1, -1):
             start = text.after.get(tuple(text.ids[length - n :]))
             if start is not None:
                 draft = text.ids[start : start + depth]

@@ -96,7 +96,7 @@ def _steps_without_repeats(generation: Generation) -> list[StepRecord]:
     return kept
 
 
-def _one(step: StepRecord) -> float:
+def _one(step: StepRecord) -> int:
     return 1
 
 

@@ -4,13 +4,14 @@ Answers and prompts stay out unless asked for; the numbers need none of them.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from draftlab.decoding.records import Generation
-from draftlab.evaluation.results import EvalResult, result_to_json
+from draftlab.errors import CheckpointError
+from draftlab.evaluation.results import EvalResult, read_result, result_to_json
 from draftlab.runs.run_dir import write_atomic, write_json
 
 
@@ -35,8 +36,40 @@ class AnswerRecord:
     generation: Generation
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation read back from its folder.
+
+    Attributes:
+        result: what was found.
+        answers: the lines of generations.jsonl.
+    """
+
+    result: EvalResult
+    answers: tuple[dict[str, Any], ...]
+
+
+def read_eval(folder: Path) -> Evaluation:
+    """Read an evaluation.
+
+    Raises:
+        CheckpointError: a file is missing or not what `write_eval` wrote.
+    """
+    result = read_result(folder / "summary.json")
+    path = folder / "generations.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return Evaluation(result, tuple(json.loads(line) for line in lines))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; evaluate again") from None
+
+
 def write_eval(
-    folder: Path, result: EvalResult, records: Sequence[AnswerRecord], *, with_ids: bool
+    folder: Path,
+    result: EvalResult,
+    records: Sequence[AnswerRecord],
+    *,
+    decode_text: Callable[[Sequence[int]], str] | None = None,
 ) -> None:
     """Write an evaluation. Lines of arms that `records` does not speak of are kept.
 
@@ -44,17 +77,19 @@ def write_eval(
         folder: the suite's folder.
         result: what was found, earlier stages merged in.
         records: answers of this stage.
-        with_ids: also write the ids of prompts and answers.
+        decode_text: makes text of ids; given, prompts and answers are written as ids and text.
     """
     arms = {record.arm for record in records}
     answers, steps = folder / "generations.jsonl", folder / "steps.jsonl"
-    _write_lines(answers, _other_arms(answers, arms), (_answer_row(r, with_ids) for r in records))
+    _write_lines(answers, _other_arms(answers, arms), (_answer_row(r, decode_text) for r in records))
     _write_lines(steps, _other_arms(steps, arms), (row for r in records for row in _step_rows(r)))
     # last: where it stands, the lines stand too
     write_json(folder / "summary.json", result_to_json(result))
 
 
-def _answer_row(record: AnswerRecord, with_ids: bool) -> dict[str, Any]:
+def _answer_row(
+    record: AnswerRecord, decode_text: Callable[[Sequence[int]], str] | None
+) -> dict[str, Any]:
     g = record.generation
     row: dict[str, Any] = {
         "arm": record.arm,
@@ -64,13 +99,19 @@ def _answer_row(record: AnswerRecord, with_ids: bool) -> dict[str, Any]:
         "repeat": record.repeat,
         "num_prompt_tokens": len(g.prompt_ids),
         "num_output_tokens": len(g.output_ids),
+        "num_decoded_tokens": sum(step.num_emitted for step in g.steps),
         "finish": g.finish,
         "num_steps": len(g.steps),
         "first_token_s": g.first_token_s,
         "decode_s": g.decode_s,
     }
-    if with_ids:
-        row |= {"prompt_ids": list(g.prompt_ids), "output_ids": list(g.output_ids)}
+    if decode_text is not None:
+        row |= {
+            "prompt_ids": list(g.prompt_ids),
+            "output_ids": list(g.output_ids),
+            "prompt_text": decode_text(g.prompt_ids),
+            "output_text": decode_text(g.output_ids),
+        }
     return row
 
 

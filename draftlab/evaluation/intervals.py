@@ -5,6 +5,7 @@ In: one number (or one numerator and denominator) a prompt. Out: `Estimate`.
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,32 +51,29 @@ def mean_estimate(values: ArrayLike, *, seed: int, num_draws: int = NUM_DRAWS) -
     return ratio_estimate(array, np.ones_like(array), seed=seed, num_draws=num_draws)
 
 
-def speedup_estimate(
-    baseline_s: ArrayLike, baseline_tokens: ArrayLike, arm_s: ArrayLike, arm_tokens: ArrayLike
-) -> Estimate:
-    """Estimate (baseline seconds a token) / (arm seconds a token), totals over totals, paired.
+def paired_estimate(over: Sequence[ArrayLike], under: Sequence[ArrayLike]) -> Estimate:
+    """Estimate a product of totals over a product of totals, prompts paired.
 
-    The interval is Student's t on the log of the ratio. Each prompt's contribution to that log is
-    taken to first order (the delta method), so that the interval belongs to the very figure that
-    is printed, in which long answers weigh more, and not to a mean of per-prompt ratios.
+    A speedup is (baseline seconds x arm tokens) / (baseline tokens x arm seconds). The interval is
+    Student's t on the log. Each prompt's contribution to that log is taken to first order (the
+    delta method), so that the interval belongs to the very figure that is printed, in which long
+    answers weigh more, and not to a mean of per-prompt ratios.
 
     Args:
-        baseline_s: decode seconds of each prompt in the baseline arm.
-        baseline_tokens: tokens they gave.
-        arm_s: decode seconds of the same prompts in the other arm.
-        arm_tokens: tokens they gave.
+        over: factors above the line, each one number a prompt.
+        under: factors below the line, the same prompts in the same order.
     """
-    parts = [np.asarray(x, dtype=float) for x in (baseline_s, baseline_tokens, arm_s, arm_tokens)]
-    n = len(parts[0])
-    if n == 0 or any(part.sum() <= 0 for part in parts):
+    signed = [(1, np.asarray(x, dtype=float)) for x in over]
+    signed += [(-1, np.asarray(x, dtype=float)) for x in under]
+    n = len(signed[0][1])
+    if n == 0 or any(part.sum() <= 0 for _, part in signed):
         return Estimate(None, None, None, n, "none")
-    signs = (1, -1, -1, 1)
-    log_ratio = sum(s * math.log(part.sum()) for s, part in zip(signs, parts, strict=True))
+    log_ratio = sum(sign * math.log(part.sum()) for sign, part in signed)
     value = math.exp(log_ratio)
     if n < MIN_PROMPTS_FOR_INTERVAL:
         return Estimate(value, None, None, n, "none")
     influence: NDArray[np.float64] = np.zeros(n)
-    for sign, part in zip(signs, parts, strict=True):
+    for sign, part in signed:
         influence = influence + sign * part / part.mean()
     half = float(stats.t.ppf(0.975, n - 1)) * float(influence.std(ddof=1)) / math.sqrt(n)
     return Estimate(value, math.exp(log_ratio - half), math.exp(log_ratio + half), n, "t")

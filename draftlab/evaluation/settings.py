@@ -25,7 +25,7 @@ class EvalSettings(Settings):
         draft_length_prompts: validation prompts used for that choice.
         audit: on re-scores every timed token by the target alone.
         seed: of the order of arms and of the bootstrap.
-        samples: on keeps answers' ids and shows a few of them in the report.
+        samples: on keeps prompts and answers in generations.jsonl, for the report to show a few.
     """
 
     suite: str

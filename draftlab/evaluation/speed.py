@@ -8,15 +8,16 @@ device; the time around the whole call is taken here.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from draftlab.decoding.records import Generation
 from draftlab.errors import ConfigError
-from draftlab.evaluation.intervals import speedup_estimate
-from draftlab.evaluation.results import SpeedStats, StepTime
+from draftlab.evaluation.intervals import paired_estimate
+from draftlab.evaluation.results import Estimate, SpeedStats, StepTime
 from draftlab.randomness import Purpose, uniforms
 
 
+@runtime_checkable
 class Answers(Protocol):
     """What is timed: a decoder."""
 
@@ -32,6 +33,7 @@ class Answers(Protocol):
         ...
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Seconds, read after the device is done."""
 
@@ -165,17 +167,9 @@ def compute_speed(
         tokens=sum(t.num_decoded for t in mine),
         baseline_token_s=baseline_token_s,
         token_s=token_s,
-        speedup=speedup_estimate(
-            [sum(t.generation.decode_s for t in b) for _, b in pairs],
-            [sum(t.num_decoded for t in b) for _, b in pairs],
-            [sum(t.generation.decode_s for t in a) for a, _ in pairs],
-            [sum(t.num_decoded for t in a) for a, _ in pairs],
-        ),
-        end_to_end_speedup=speedup_estimate(
-            [sum(t.wall_s for t in b) for _, b in pairs],
-            [sum(len(t.generation.output_ids) for t in b) for _, b in pairs],
-            [sum(t.wall_s for t in a) for a, _ in pairs],
-            [sum(len(t.generation.output_ids) for t in a) for a, _ in pairs],
+        speedup=_speedup(pairs, lambda t: t.generation.decode_s, lambda t: t.num_decoded),
+        end_to_end_speedup=_speedup(
+            pairs, lambda t: t.wall_s, lambda t: len(t.generation.output_ids)
         ),
         speedup_by_repeat=tuple(
             _token_s([b[r] for _, b in pairs]) / _token_s([a[r] for a, _ in pairs])
@@ -194,6 +188,17 @@ def compute_speed(
             )
             for a, b in pairs
         ),
+    )
+
+
+def _speedup(
+    pairs: Sequence[tuple[list[Timing], list[Timing]]],
+    seconds: Callable[[Timing], float],
+    tokens: Callable[[Timing], float],
+) -> Estimate:
+    return paired_estimate(
+        over=[[sum(map(seconds, b)) for _, b in pairs], [sum(map(tokens, a)) for a, _ in pairs]],
+        under=[[sum(map(tokens, b)) for _, b in pairs], [sum(map(seconds, a)) for a, _ in pairs]],
     )
 
 

@@ -151,7 +151,8 @@ def evaluate(
     if earlier is not None:
         result = merge(earlier, result)
     if folder is not None:
-        write_eval(folder, result, records, with_ids=settings.samples)
+        decode_text = target.tokenizer.decode if settings.samples else None
+        write_eval(folder, result, records, decode_text=decode_text)
     return result
 
 

@@ -1,4 +1,4 @@
 """Results in, a page for people out.
 
-Read html.py and its template; markdown.py writes the same numbers as text.
+Read page.py (what is said), then html.py and its template; markdown.py writes the same as text.
 """

@@ -57,28 +57,19 @@ def compose(primary: str, words: Sequence[str], *, conf: Path | None = None) -> 
             names), or yaml that cannot be read.
     """
     conf = conf or conf_dir()
-    choices, values = _sort_words(words, _groups_of(conf, primary))
-    recipe = choices.get("recipe")
-    if recipe is not None:
-        choices["recipe"] = recipe = _store_recipe(recipe)
-    references = {g: choices.pop(g) for g in _REFERENCE_GROUPS & choices.keys()}
-    for group, name in list(references.items()):
-        if name is not None and not _is_reference(name, _options(conf, group)):
-            choices[group] = references.pop(group)
-    for group, name in choices.items():
-        if group != "recipe" and name is not None:
-            _check_option(group, name, _options(conf, group))
-
+    typed, values = _sort_words(words, _groups_of(conf, primary))
+    choices, references = _resolve_choices(typed, conf)
     overrides = [f"{group}={'null' if name is None else name}" for group, name in choices.items()]
-    _check_keys(values, _run_hydra(conf, primary, overrides)[0], references)
+    if values:
+        _check_keys(values, _run_hydra(conf, primary, overrides)[0], references)
     tokens = {f"draftlab_value_{i}_end": value for i, value in enumerate(values.values())}
     overrides += [f"++{key}={token}" for key, token in zip(values, tokens, strict=True)]
     data, chosen = _run_hydra(conf, primary, overrides)
-    data = _put_back(data, tokens)
-    data.update(
-        {group: expand_home(name) for group, name in references.items() if name is not None}
+    return Composed(
+        data={**_put_back(data, tokens), **references},
+        choices={**chosen, **references},
+        recipe=choices.get("recipe"),
     )
-    return Composed(data=data, choices={**chosen, **references}, recipe=recipe)
 
 
 def expand_home(text: str) -> str:
@@ -150,6 +141,25 @@ def _parse_value(key: str, text: str) -> Any:
             'around an item that holds a comma: ["a,b",c]'
         )
     return [expand_home(item.strip()) for item in items]
+
+
+def _resolve_choices(
+    typed: Mapping[str, str | None], conf: Path
+) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Part options of conf/ from references to trained things, and refuse what is neither."""
+    choices: dict[str, str | None] = {}
+    references: dict[str, str] = {}
+    for group, name in typed.items():
+        if name is None:
+            choices[group] = None
+        elif group == "recipe":
+            choices[group] = _store_recipe(name)
+        elif group in _REFERENCE_GROUPS and _is_reference(name, _options(conf, group)):
+            references[group] = expand_home(name)
+        else:
+            _check_option(group, name, _options(conf, group))
+            choices[group] = name
+    return choices, references
 
 
 def _groups_of(conf: Path, primary: str) -> list[str]:
@@ -245,7 +255,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_keys(
-    values: dict[str, Any], data: Mapping[str, Any], references: Mapping[str, str | None]
+    values: dict[str, Any], data: Mapping[str, Any], references: Mapping[str, str]
 ) -> None:
     """Refuse keys that are not in the composed yaml: every key stands there with its default."""
     for key, value in values.items():

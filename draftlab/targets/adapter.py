@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -43,6 +43,8 @@ class Anatomy:
         norm: the final norm, or None where it could not be told.
         rotary: the module that makes cos and sin, or None without rotary positions.
         head: final hidden states to unscaled logits.
+        embedding_weight: V vectors.
+        head_weight: V rows; the same tensor where the model ties them.
     """
 
     base: nn.Module
@@ -51,6 +53,8 @@ class Anatomy:
     norm: nn.Module | None
     rotary: nn.Module | None
     head: nn.Module
+    embedding_weight: Tensor
+    head_weight: Tensor
 
 
 def find_anatomy(model: PreTrainedModel) -> Anatomy:
@@ -59,26 +63,41 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     Raises:
         UnsupportedTarget: no LM head or no list of decoder layers.
     """
-    config = model.config.get_text_config()
-    base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    if base is model or base is None:
-        base = model.base_model
+    count = model.config.get_text_config().num_hidden_layers
     head = model.get_output_embeddings()
-    count = config.num_hidden_layers
-    lists = [
-        child
-        for child in base.children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    ]
-    if head is None or base is model or len(lists) != 1:
+    found = _find_layers(model.get_decoder() or model, count)
+    if head is None or found is None:
         raise UnsupportedTarget(
-            f"{type(model).__name__}: expected a causal language model with an LM head and one list "
-            f"of {count} decoder layers; found {len(lists)} such lists and head={head is not None}"
+            f"{type(model).__name__}: expected a causal language model with an LM head and a list "
+            f"of {count} decoder layers; LM head: {'no' if head is None else 'yes'}, list of "
+            f"layers: {'no' if found is None else 'yes'}"
         )
+    base, layers = found
     embedding = model.get_input_embeddings()
-    names = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+    names = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "embedding_norm")
     norm = next((getattr(base, name) for name in names if hasattr(base, name)), None)
-    return Anatomy(base, embedding, lists[0], norm, getattr(base, "rotary_emb", None), head)
+    return Anatomy(
+        base=base,
+        embedding=embedding,
+        layers=layers,
+        norm=norm,
+        rotary=getattr(base, "rotary_emb", None),
+        head=head,
+        embedding_weight=embedding.get_parameter("weight"),
+        head_weight=head.get_parameter("weight"),
+    )
+
+
+def _find_layers(root: nn.Module, count: int) -> tuple[nn.Module, nn.ModuleList] | None:
+    """Search from the top for the list of decoder layers, and the module that owns it."""
+    level = [root]
+    while level:
+        for owner in level:
+            for child in owner.children():
+                if isinstance(child, nn.ModuleList) and len(child) == count:
+                    return owner, child
+        level = [child for owner in level for child in owner.children()]
+    return None
 
 
 @dataclass(slots=True)
@@ -104,6 +123,7 @@ class ProbeReport:
     non_causal: set[int] = field(default_factory=set)
 
 
+@runtime_checkable
 class _Pass(Protocol):
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -292,6 +312,7 @@ class HFDoor:
         model: the model, frozen by its owner.
         anatomy: its parts.
         is_attached: whether our attention function is in place.
+        plain_attention: the transformers attention that `detach` gives back.
         takes_positions: whether the model takes a position for every token.
     """
 
@@ -306,13 +327,15 @@ class HFDoor:
         self.model = model
         self.anatomy = find_anatomy(model)
         self.is_attached = False
-        self.plain_attention = model.config._attn_implementation
+        self.plain_attention: str = model.config._attn_implementation or "eager"
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            self.plain_attention = "eager"  # some versions' fused attention drops the cap
         self._current = current = _Current()
         arguments = inspect.signature(model.forward).parameters
         self._cache_word = "cache" if "cache" in arguments else "past_key_values"
         self.takes_positions = "position_ids" in arguments
         self._can_skip_logits = "logits_to_keep" in arguments
-        layers = [_StepLayer(current, i) for i in range(len(self.anatomy.layers))]
+        layers: list[Any] = [_StepLayer(current, i) for i in range(len(self.anatomy.layers))]
         self._cache = Cache(layers=layers)
         # learned positions are a table: padding columns past its end must still be looked up
         self._last_position: int | None = None
@@ -333,14 +356,10 @@ class HFDoor:
         self._set_attention(self._attention)
         self.is_attached = True
 
-    def detach(self, attention: str | None = None) -> None:
-        """Give transformers' own attention back.
-
-        Args:
-            attention: which one, such as "eager"; the one the model was loaded with when None.
-        """
+    def detach(self) -> None:
+        """Give transformers' own attention back."""
         self.is_attached = False
-        self._set_attention(attention or self.plain_attention)
+        self._set_attention(self.plain_attention)
 
     def _set_attention(self, name: str) -> None:
         self.model.set_attn_implementation(name)
@@ -354,7 +373,7 @@ class HFDoor:
 
     def probe(self, length: int = 3) -> ProbeReport:
         """Run one short pass and write down what the model asks of attention."""
-        device = self.anatomy.embedding.weight.device
+        device = self.anatomy.embedding_weight.device
         report = ProbeReport()
         ids = torch.ones(1, length, dtype=torch.long, device=device)
         positions = torch.arange(length, device=device).unsqueeze(0)
@@ -454,4 +473,3 @@ def _hook_taps(anatomy: Anatomy, current: _Current) -> None:
     for index, layer in enumerate(anatomy.layers):
         layer.register_forward_hook(tap(index + 1))
     anatomy.base.register_forward_hook(final)
-

@@ -100,18 +100,18 @@ def refusal_of_probe(reference: HFDoor, probe: ProbeReport) -> str | None:
             f"a pass of {count} layers: some layers run code of their own"
         )
     if probe.unknown:
-        return f"its attention takes {', '.join(sorted(probe.unknown))}, which draftlab does not serve"
+        return (
+            f"its attention takes {', '.join(sorted(probe.unknown))}, which draftlab does not serve"
+        )
     if probe.non_causal:
         return f"layers {sorted(probe.non_causal)} look ahead"
     shapes = set(probe.shapes.values())
     if len(shapes) > 1 or any(width != value_width for _, width, value_width in shapes):
         return f"its layers keep keys and values of different shapes: {sorted(shapes)}"
     expected = _windows_of(config, count)
-    if expected is not None and expected != [probe.windows[i] for i in range(count)]:
-        return (
-            f"its layers ask for windows {[probe.windows[i] for i in range(count)]}, but its config "
-            f"says {expected}"
-        )
+    asked = [probe.windows[i] for i in range(count)]
+    if expected is not None and expected != asked:
+        return f"its layers ask for windows {asked}, but its config says {expected}"
     return None
 
 

@@ -35,7 +35,7 @@ class ModelView(TargetView):
         self._reference = reference
         self._anatomy = reference.anatomy
         self.config = plain_config(reference)
-        weight = self._anatomy.head.weight
+        weight = self._anatomy.head_weight
         self.device = weight.device
         self.dtype = weight.dtype
 
@@ -60,7 +60,7 @@ class ModelView(TargetView):
 
     def head_rows(self, ids: Int[Tensor, " C"] | None) -> Float[Tensor, "C D"]:
         """Give rows of the LM-head matrix: a copy of those named, or the whole matrix itself."""
-        weight = self._anatomy.head.weight.detach()
+        weight = self._anatomy.head_weight.detach()
         return weight if ids is None else weight[ids.to(self.device)]
 
     def final_norm(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
@@ -86,7 +86,7 @@ class ModelView(TargetView):
         Raises:
             UnsupportedTarget: the target has no rotary positions.
         """
-        rotary = self._anatomy.rotary
+        rotary: Any = self._anatomy.rotary
         if rotary is None:
             raise UnsupportedTarget(
                 f"target {self.spec.name} ({self.config['model_type']}) has no rotary positions; "
@@ -123,7 +123,11 @@ class ModelView(TargetView):
 
     def _check_layers(self, layers: tuple[int, ...]) -> None:
         count = self.spec.num_layers
-        if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+        if (
+            not layers
+            or list(layers) != sorted(set(layers))
+            or not 0 <= layers[0] <= layers[-1] < count
+        ):
             raise ConfigError(
                 f"layers={list(layers)}: expected ascending, distinct numbers in 0..{count - 1}"
             )
@@ -138,16 +142,20 @@ def plain_config(reference: HFDoor) -> dict[str, Any]:
     config = reference.model.config.get_text_config()
     data = config.to_dict()
     data["model_type"] = config.model_type
-    for name in ("hidden_size", "num_attention_heads", "max_position_embeddings"):
-        data[name] = getattr(config, name, None)
-    heads = data["num_attention_heads"]
-    if heads:
-        data["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
-        data["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // heads
-    activations = (getattr(config, n, None) for n in ("hidden_act", "hidden_activation", "activation_function"))
-    data["hidden_act"] = next((a for a in activations if a), None)
-    data.setdefault("rms_norm_eps", getattr(config, "layer_norm_epsilon", None))
-    data.setdefault("intermediate_size", getattr(config, "n_inner", None) or 4 * config.hidden_size)
+
+    def fill(name: str, *others: str, default: Any = None) -> None:
+        names = (name, config.attribute_map.get(name, name), *others)
+        data[name] = next((data[n] for n in names if data.get(n) is not None), default)
+
+    fill("hidden_size", "d_model")
+    fill("num_attention_heads")
+    fill("max_position_embeddings")
+    fill("intermediate_size", "n_inner", default=4 * data["hidden_size"])
+    fill("hidden_act", "hidden_activation", "activation_function")
+    fill("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+    if heads := data["num_attention_heads"]:
+        fill("num_key_value_heads", default=heads)
+        fill("head_dim", default=data["hidden_size"] // heads)
     rope = data.get("rope_parameters")
     if isinstance(rope, dict) and "full_attention" in rope:
         data["rope_parameters"] = rope["full_attention"]

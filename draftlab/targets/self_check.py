@@ -16,7 +16,7 @@ from draftlab.targets.features import FeatureRequest
 from draftlab.targets.model_view import ModelView
 from draftlab.targets.step import Step
 
-_LENGTHS = (17, 12, 15)  # tokens, longer than the windows of tiny targets
+_LENGTHS = (17, 13, 15)  # tokens, longer than the windows of tiny targets
 _NO_FEATURES = FeatureRequest()
 # largest difference allowed, as a share of the largest value; rounding grows with the dtype, while
 # a wrong mask or position is off by tenths and more
@@ -48,9 +48,10 @@ def check_numbers(
         for row, length in enumerate(_LENGTHS)
     ]
     # caps and sinks are dropped in silence, or refused, by some versions' fused attention
-    plain = "eager" if probe.has_softcap or probe.has_sinks else None
+    if probe.has_softcap or probe.has_sinks:
+        reference.plain_attention = "eager"
     request = FeatureRequest((view.spec.num_layers,), wants_final=True)
-    reference.detach(plain)
+    reference.detach()
     try:
         with torch.inference_mode():
             whole = [reference.forward_plainly(row.unsqueeze(0), request, True) for row in prompts]
@@ -105,7 +106,7 @@ def _run_stepwise(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -> li
     rows = torch.arange(len(prompts), device=device)
     pieces: list[dict[int, Tensor]] = [{} for _ in prompts]
     base = [0] * len(prompts)
-    kept = [4, 1, 3]
+    kept = [4, 2, 3]
     while min(base) < 6:
         _run_chain(reference, kv, prompts, base, pieces, width=4)
         base = [b + k for b, k in zip(base, kept, strict=True)]
@@ -127,8 +128,8 @@ def _run_stepwise(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -> li
     kv.compact(rows, start, torch.tensor([[1, 2]], device=device).expand(len(prompts), -1))
     base = [b + 3 for b in base]
     while any(b < len(p) for b, p in zip(base, prompts, strict=True)):
-        _run_chain(reference, kv, prompts, base, pieces, width=2)
-        base = [min(b + 2, len(p)) for b, p in zip(base, prompts, strict=True)]
+        _run_chain(reference, kv, prompts, base, pieces, width=4)
+        base = [min(b + 4, len(p)) for b, p in zip(base, prompts, strict=True)]
     return [torch.stack([piece[i] for i in range(len(piece))]) for piece in pieces]
 
 

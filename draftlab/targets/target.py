@@ -4,7 +4,7 @@ Read Target.run, then Target.read_features. How a pass is computed stands behind
 reference door is transformers' own modules (adapter.py).
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step, StepOutput
 
 
+@runtime_checkable
 class Door(Protocol):
     """A way through the target's layers; all doors of a target compute the same function."""
 
@@ -246,9 +247,7 @@ def build_target(
     spec = _describe(model, tokenizer, reference, name, source, quantisation)
     view = ModelView(spec, tokenizer, reference)
     admission = admit(reference, view)
-    return Target(
-        model, tokenizer, spec, reference=reference, view=view, admission=admission
-    )
+    return Target(model, tokenizer, spec, reference=reference, view=view, admission=admission)
 
 
 def _describe(
@@ -260,14 +259,14 @@ def _describe(
     quantisation: str,
 ) -> TargetSpec:
     config = model.config.get_text_config()
-    head, embedding = reference.anatomy.head.weight, reference.anatomy.embedding.weight
+    head, embedding = reference.anatomy.head_weight, reference.anatomy.embedding_weight
     top = max(tokenizer.get_vocab().values())
     for what, rows in (("embedding", embedding.shape[0]), ("LM head", head.shape[0])):
         if top >= rows:
             raise TargetMismatch(
                 f"the tokenizer of target {name} knows id {top}, but the model's {what} has "
-                f"{rows} rows (ids 0..{rows - 1}); use the tokenizer the model was trained with, or "
-                "resize the model's embeddings"
+                f"{rows} rows (ids 0..{rows - 1}); use the tokenizer the model was trained with, "
+                "or resize the model's embeddings"
             )
     return TargetSpec(
         name=name,
@@ -296,13 +295,10 @@ def _max_positions(config: Any) -> int:
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     found: set[int] = set()
-    for given in (
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.get_text_config().eos_token_id,
-        tokenizer.eos_token_id,
-    ):
-        found |= set(given) if isinstance(given, list | tuple) else {given}
-    return tuple(sorted(i for i in found if i is not None))
+    for owner in (model.generation_config, model.config.get_text_config(), tokenizer):
+        given: Any = getattr(owner, "eos_token_id", None)
+        found.update(given if isinstance(given, list | tuple) else [] if given is None else [given])
+    return tuple(sorted(found))
 
 
 def _copy(features: Float[Tensor, "..."] | None) -> Tensor | None:

@@ -110,12 +110,12 @@ def build_tiny_model(
     layer_types = entries.get("layer_types")
     if layer_types is not None and "layer_types" not in sizes:
         entries["layer_types"] = layer_types[: entries["num_hidden_layers"]]
-    eos, pad = tiny_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    tokenizer = tiny_tokenizer()
     config = AutoConfig.for_model(
         entries.pop("model_type", family),
         **entries,
-        eos_token_id=eos,
-        pad_token_id=pad,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
     # the grouped matmul of experts refuses float64, and sinks need the plain attention

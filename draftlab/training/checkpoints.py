@@ -83,8 +83,16 @@ class CheckpointFolder:
         _sync(self.root)
         write_text(self.root / "latest", name)
         if is_best:
-            write_text(self.root / "best", name)
+            self.name_best(step)
         return final
+
+    def name_best(self, step: int) -> None:
+        """Point `best` to a checkpoint, if that is still there and not named already."""
+        name = f"step-{step:06d}"
+        pointer = self.root / "best"
+        is_named = pointer.is_file() and pointer.read_text(encoding="utf-8").strip() == name
+        if not is_named and (self.root / name).is_dir():
+            write_text(pointer, name)
 
     def rotate(self, keep: int) -> None:
         """Keep the newest checkpoints and the best one, and clear what a dead process left."""

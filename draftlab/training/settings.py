@@ -1,6 +1,6 @@
 """Keys of conf/optim/*.yaml and conf/train/*.yaml."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -41,7 +41,7 @@ class OptimSettings(Settings):
     ema_decay: Decay | None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "OptimSettings":
         if self.kind == "muon" and self.adamw_lr is None:
             raise ValueError(
                 "optim.adamw_lr=None, but muon leaves norms, biases, embeddings and heads to "
@@ -95,7 +95,7 @@ class TrainSettings(Settings):
     probe_every_steps: PositiveInt | None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "TrainSettings":
         if self.max_steps is None and self.max_epochs is None and self.max_minutes is None:
             raise ValueError(
                 "train.max_steps, train.max_epochs and train.max_minutes are all null, so training "

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 
 from draftlab.drafters.base import Drafter
@@ -345,7 +346,7 @@ class Trainer:
     def _state_tensors(self) -> dict[str, Tensor]:
         """Name everything a step reads and changes."""
         named: dict[str, Tensor] = {f"weight/{name}": p for name, p in self._parameters.items()}
-        named |= {f"buffer/{name}": buffer for name, buffer in self.drafter.named_buffers()}
+        named |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
         names = {id(p): name for name, p in self._parameters.items()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
@@ -354,12 +355,17 @@ class Trainer:
             named |= {f"mean/{name}": mean for name, mean in self._average.means.items()}
         return named
 
+    def _buffers(self) -> dict[str, Tensor]:
+        # the others are made anew from settings and target, whose rows do not belong here
+        persistent = self.drafter.state_dict().keys()
+        return {name: x for name, x in self.drafter.named_buffers() if name in persistent}
+
     @torch.no_grad()
     def _restore(self, folder: Path) -> int:
         """Put a checkpoint's state back; return the optimizer steps done."""
         progress, tensors = read_state(folder)
         places: dict[str, Tensor] = {f"weight/{name}": p for name, p in self._parameters.items()}
-        places |= {f"buffer/{name}": buffer for name, buffer in self.drafter.named_buffers()}
+        places |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
         if self._average is not None:
             places |= {f"mean/{name}": mean for name, mean in self._average.means.items()}
         moments = {name: x for name, x in tensors.items() if name.startswith("optim/")}
@@ -387,6 +393,9 @@ class Trainer:
             owners[id(parameter)].state[parameter][key] = moment.to(device)
         if progress.best_step is not None and progress.best_tau is not None:
             self._best = (progress.best_step, progress.best_tau)
+            if self.accelerator.is_main_process:
+                # the process may have died between the checkpoint and its name
+                self._folder.name_best(progress.best_step)
         log.info("resumed from %s at step %d", folder, progress.step)
         return progress.step
 
@@ -409,7 +418,12 @@ class Trainer:
 def _start_accelerator(device: torch.device, precision: str) -> Accelerator:
     # one process may train several times, each with its own precision
     AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision=precision,
+        # drafters keep constants in buffers, nothing that a step changes
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
     if accelerator.distributed_type not in _REPLICATED:
         raise ConfigError(
             f"training under {accelerator.distributed_type.value} is not supported; a drafter is "

@@ -5,16 +5,14 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from draftlab.data.chat import (
+from draftlab.data.chat import check_template, encode_chat, encode_prompt
+from draftlab.data.conversations import Conversation, parse_record
+from draftlab.data.template import (
     RowProblem,
-    check_template,
     compute_tokenizer_fingerprint,
-    encode_chat,
-    encode_prompt,
     encode_text,
     find_answer_marker,
 )
-from draftlab.data.conversations import Conversation, parse_record
 from draftlab.errors import DataError
 
 MARKED = (
@@ -42,7 +40,7 @@ def chat(*turns, **fields):
 
 
 @pytest.mark.parametrize(
-    "name, tokenizer_name",
+    ("name", "tokenizer_name"),
     [
         ("multi_turn_mask", "tok_chatml"),
         ("unicode_spans", "tok_chatml"),
@@ -175,6 +173,19 @@ def test_tool_arguments_reach_the_template_in_the_form_it_wants(tokenizer_of, ar
     assert tokenizer.decode(row.ids).rstrip().endswith('assistant\nstock {"bin": "A4"}<|im_end|>')
 
 
+def test_markers_and_text_arguments_go_together(tokenizer_of, learned_texts):
+    tokenizer = tokenizer_of("tok_chatml")
+    tokenizer.chat_template = MARKED.replace(
+        "(m.content or '') + '<|im_end|>' }}{% endgen",
+        "m.tool_calls[0].function.name + m.tool_calls[0].function.arguments + '<|im_end|>' }}{% endgen",
+    )
+    call = {"function": {"name": "stock", "arguments": {"bin": "A4"}}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    record = {"messages": [{"role": "user", "content": "q"}, answer]}
+    rows = encode_chat(tokenizer, parse_record(record, source="c", domain="d")).rows
+    assert learned_texts(tokenizer, rows) == ['stock{"bin": "A4"}<|im_end|>']
+
+
 def test_a_template_that_would_drop_tool_calls_in_silence_is_refused(tokenizer_of, chats_of):
     with pytest.raises(RowProblem, match="does not render tool calls"):
         encode_chat(tokenizer_of("tok_chatml"), chats_of("toolcalls_mixed.jsonl")["t3"])
@@ -259,7 +270,7 @@ def test_what_the_template_itself_refuses_is_a_reason(tokenizer_of):
 
 
 @pytest.mark.parametrize(
-    "turns, reason",
+    ("turns", "reason"),
     [
         ([], "empty chat"),
         ([("user", "q")], "no answer"),

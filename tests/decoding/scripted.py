@@ -1,9 +1,10 @@
-"""A drafter that proposes what a script says, to force any pattern of accepted tokens."""
+"""Decode settings, and a drafter that proposes what a script says, to force any pattern of accepted tokens."""
 
 from collections.abc import Callable
 
 import torch
 
+from draftlab.decoding.settings import DecodeSettings
 from draftlab.drafters.base import DraftBudget, Drafter, DrafterSettings, Observation
 from draftlab.drafters.tree import DraftTree, chain_of_points
 from draftlab.targets.features import FeatureRequest
@@ -38,7 +39,11 @@ class Scripted(Drafter, kind="scripted", settings=ScriptedSettings):
             n = int(seen.lengths[i])
             if n:
                 assert not state[row] or state[row][-1] == int(seen.ids[i, 0])
-                state[row] = [*state[row][:-1], *seen.ids[i, :n].tolist(), int(seen.next_ids[i, n - 1])]
+                state[row] = [
+                    *state[row][:-1],
+                    *seen.ids[i, :n].tolist(),
+                    int(seen.next_ids[i, n - 1]),
+                ]
 
     def propose(self, state, budget: DraftBudget, uniforms) -> DraftTree:
         drafts = [self.script(state[row], budget.num_draft_tokens) for row in budget.rows.tolist()]
@@ -72,3 +77,20 @@ def wrong_from(script, right: int, vocab: int):
         return [t if i < right else (t + 1) % vocab for i, t in enumerate(tokens)]
 
     return spoiled
+
+
+def decode_settings(**changes):
+    values = {
+        "rule": "auto",
+        "num_draft_tokens": None,
+        "temperature": 0.0,
+        "top_k": None,
+        "top_p": None,
+        "min_p": None,
+        "max_new_tokens": 24,
+        "batch_size": 3,
+        "prefill_tokens": 16,
+        "ignore_eos": True,
+        "seed": 0,
+    }
+    return DecodeSettings(**{**values, **changes})

@@ -220,5 +220,5 @@ def test_broken_yaml_is_named(conf, tmp_path):
 def test_a_recipe_that_overrides_what_is_not_there_is_a_config_error(conf, tmp_path):
     path = tmp_path / "odd.yaml"
     path.write_text("# @package _global_\ndefaults: [{override /colour: red}]\n")
-    with pytest.raises(ConfigError, match="cannot compose train: .*colour"):
+    with pytest.raises(ConfigError, match=r"cannot compose train: .*colour"):
         compose("train", [f"recipe={path}"], conf=conf)

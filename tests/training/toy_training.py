@@ -75,7 +75,9 @@ class ToyHeads(Drafter, kind="toy_heads", settings=ToySettings):
             where = batch.sample_ids == sample
             if counted[where].sum() > 0:
                 total = total + per_token[where].sum() / counted[where].sum()
-        return DraftLoss(total.float() if x.dtype != torch.float64 else total, *map(torch.stack, sums))
+        return DraftLoss(
+            total.float() if x.dtype != torch.float64 else total, *map(torch.stack, sums)
+        )
 
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> Any:
         raise NotImplementedError

@@ -1,0 +1,230 @@
+"""From data settings to training samples: read, let the target answer, or take answers as given.
+
+In: settings and a target. Out: `Collected`. The parent room of `draftlab regenerate`, `train` and
+`demo`: all three find the same answers in the same place.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftlab.cli.progress import Ticker
+from draftlab.data.answers import ShardStore
+from draftlab.data.chat import encode_prompt
+from draftlab.data.conversations import Conversation, to_prompt
+from draftlab.data.loader import prepare, read_split
+from draftlab.data.packing import Sample, cut_samples
+from draftlab.data.settings import DataSettings
+from draftlab.decoding.records import Generation
+from draftlab.decoding.regenerate import Question, list_questions, regenerate
+from draftlab.decoding.settings import RegenerateSettings
+from draftlab.errors import DataError
+from draftlab.runs.paths import PathSettings
+from draftlab.shapes import Int, Tensor
+from draftlab.targets.features import FeatureRequest
+from draftlab.targets.target import Target
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a drafter trains on.
+
+    Attributes:
+        samples: token rows with their loss mask.
+        captured: hidden states that the samples' feature files hold; None: computed in training.
+        validation: prompts by domain that K, `best` and every threshold are chosen on.
+        facts: counts for provenance and the report.
+    """
+
+    samples: list[Sample]
+    captured: FeatureRequest | None
+    validation: dict[str, list[list[int]]]
+    facts: dict[str, Any]
+
+
+def collect_samples(
+    target: Target,
+    data: DataSettings,
+    answering: RegenerateSettings,
+    paths: PathSettings,
+    *,
+    needs: FeatureRequest,
+    seed: int,
+    is_first_rank: bool = True,
+    may_answer: bool = True,
+    keep_on: Callable[[int, int], bool] | None = None,
+) -> Collected:
+    """Read the data and, where the target is to answer it, write the answers that are missing.
+
+    Args:
+        target: whose tokenizer, template and answers.
+        data: what to read; `data.answers` says whose answers are learned.
+        answering: how the target answers.
+        paths: where answers and caches are kept.
+        needs: hidden states to capture while answering.
+        seed: root of the draws.
+        is_first_rank: the first process answers, others wait until all is there.
+        may_answer: False takes the answers that are there, even if some are missing.
+        keep_on: called after each shard with (shards done, shards in all); False stops early, and
+            what is there is used.
+
+    Raises:
+        DataError: bad lines, missing files, nothing to learn.
+    """
+    cache = paths.cache / "data"
+    if data.answers == "given":
+        prepared = prepare(data, target.tokenizer, cache, target.spec.vocab_size)
+        if is_first_rank:
+            log.info("%s", prepared.report.describe())
+        return Collected(
+            prepared.samples,
+            None,
+            _prompts_of(prepared.held_out),
+            {"answers": "given", "data": asdict(prepared.report)},
+        )
+    chats = read_split(data, "train", cache, target.tokenizer).conversations
+    questions, too_long = list_questions(
+        target,
+        chats,
+        answering,
+        max_tokens=data.max_tokens,
+        template_options=data.template_options,
+    )
+    store = ShardStore(answers_folder(target, questions, answering, paths, needs, seed, data))
+    if not may_answer:
+        log.info("answers as an earlier run left them: %s", store.folder)
+    elif is_first_rank:
+        _answer(target, questions, answering, store, needs, seed, data.max_tokens, keep_on)
+    else:
+        _wait_for(store, len(questions), answering.prompts_per_shard)
+    cut = cut_samples(store.read(), data.max_tokens)
+    if not cut.samples:
+        raise DataError("no token to learn: the target gave no answer to any prompt")
+    facts = {
+        "answers": "target",
+        "folder": str(store.folder),
+        "num_prompts": len({q.prompt_id for q in questions}),
+        "num_answers": len(cut.samples),
+        "num_answer_tokens": sum(sample.num_learned for sample in cut.samples),
+        "num_tokens": sum(len(sample) for sample in cut.samples),
+        "prompts_left_out_as_too_long": too_long,
+    }
+    captured = needs if answering.capture_features else None
+    held_out = read_split(data, "validation", cache, target.tokenizer).conversations
+    validation = encode_prompts(target, held_out, data.template_options)
+    return Collected(cut.samples, captured, validation, facts)
+
+
+def encode_prompts(
+    target: Target, chats: list[Conversation], template_options: dict[str, Any] | None = None
+) -> dict[str, list[list[int]]]:
+    """Render chats as prompts, by domain; an answer at their end is dropped.
+
+    Raises:
+        DataError: a chat that the template cannot render.
+    """
+    prompts: dict[str, list[list[int]]] = {}
+    for chat in chats:
+        question = to_prompt(chat)
+        if question is None:
+            continue
+        ids = encode_prompt(
+            target.tokenizer, question.messages, question.tools, template_options or {}
+        )
+        prompts.setdefault(question.domain, []).append(ids)
+    return prompts
+
+
+def answers_folder(
+    target: Target,
+    questions: list[Question],
+    answering: RegenerateSettings,
+    paths: PathSettings,
+    needs: FeatureRequest,
+    seed: int,
+    data: DataSettings,
+) -> Path:
+    """Name the folder of these answers: equal choices meet there again, others never do."""
+    asked = [[q.prompt_id, q.sample_index, q.prompt_ids] for q in questions]
+    key = json.dumps(
+        [
+            target.spec.to_json(),
+            answering.model_dump(mode="json"),
+            asdict(needs) if answering.capture_features else None,
+            data.max_tokens,
+            seed,
+            asked,
+        ]
+    )
+    return paths.outputs / "answers" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def count_tokens(samples: list[Sample], vocab_size: int) -> Int[Tensor, " V"]:
+    """Count how often each token is learned: what a draft vocabulary is chosen by."""
+    learned = [sample.ids[sample.mask] for sample in samples]
+    return torch.bincount(torch.cat(learned), minlength=vocab_size)
+
+
+def _answer(
+    target: Target,
+    questions: list[Question],
+    answering: RegenerateSettings,
+    store: ShardStore,
+    needs: FeatureRequest,
+    seed: int,
+    max_tokens: int,
+    keep_on: Callable[[int, int], bool] | None,
+) -> None:
+    size = answering.prompts_per_shard
+    num_shards = -(-len(questions) // size)
+    missing = store.missing(num_shards)
+    if not missing:
+        log.info("answers are there already: %s", store.folder)
+        return
+    here = sum(len(questions[i * size : (i + 1) * size]) for i in missing)
+    began = time.monotonic()
+    tokens = 0
+    with Ticker("the target answers", here) as ticker:
+
+        def count(answer: Generation) -> None:
+            nonlocal tokens
+            tokens += len(answer.output_ids)
+            ticker.advance(1, note=f"{tokens / (time.monotonic() - began):.0f} tokens/s")
+
+        regenerate(
+            target,
+            questions,
+            answering,
+            store,
+            needs=needs,
+            seed=seed,
+            max_tokens=max_tokens,
+            on_answer=count,
+            on_shard=keep_on,
+        )
+
+
+def _wait_for(store: ShardStore, num_questions: int, size: int) -> None:
+    while store.missing(-(-num_questions // size)):
+        time.sleep(_POLL_S)
+
+
+def _prompts_of(samples: list[Sample]) -> dict[str, list[list[int]]]:
+    """Cut held-out samples down to what comes before their first answer."""
+    prompts: dict[str, list[list[int]]] = {}
+    for sample in samples:
+        first = int(sample.mask.to(torch.int8).argmax())
+        if first > 0:
+            prompts.setdefault(sample.domain, []).append(sample.ids[:first].tolist())
+    return prompts

@@ -1,0 +1,102 @@
+"""One way to name a drafter everywhere: a kind, a run, a folder, or a hub id."""
+
+from pathlib import Path
+
+from draftlab.drafters.base import Drafter, DrafterSettings
+from draftlab.drafters.store import build_drafter, load_drafter
+from draftlab.errors import CheckpointError, ConfigError
+from draftlab.runs.run_dir import RunDir
+from draftlab.settings.compose import compose, near_names
+from draftlab.settings.locate import conf_dir
+from draftlab.targets.target import Target
+
+
+def load_named_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
+    """Load or build a drafter, ready to decode with this target.
+
+    Args:
+        name: settings of a kind, or the name of one (`ngram`), a run folder (its best checkpoint),
+            a checkpoint folder, or a hub id of a published drafter.
+        target: the target it will draft for.
+
+    Raises:
+        ConfigError: nothing of that name, or a kind that has to be trained first.
+        TargetMismatch: it was made for another target.
+    """
+    if isinstance(name, DrafterSettings):
+        drafter = build_drafter(name, target.view)
+        if any(p.requires_grad for p in drafter.parameters()) and not _starts_useful(name):
+            raise ConfigError(
+                f"drafter={name.kind} is a kind that has to be trained; pass a run or a folder "
+                f"(draftlab train drafter={name.kind} makes one)"
+            )
+    elif name in _kinds():
+        drafter = load_named_drafter(_settings_of_kind(name), target)
+    else:
+        drafter = load_drafter(find_drafter_folder(name), target.view)
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
+def drafter_label(name: str | DrafterSettings) -> str:
+    """Give a short name for tables: the kind, or what the folder's drafter is."""
+    if isinstance(name, DrafterSettings):
+        return name.kind
+    return name if name in _kinds() else Path(name).name or name
+
+
+def find_drafter_folder(name: str) -> Path:
+    """Find the folder with drafter.json that a name means: a run's best one, or the folder itself.
+
+    Raises:
+        ConfigError: nothing there.
+        CheckpointError: a run without a checkpoint.
+    """
+    path = Path(name).expanduser()
+    if (path / "drafter.json").is_file():
+        return path
+    if (path / "config.yaml").is_file():
+        run = RunDir(path)
+        found = run.pointed("best") or run.pointed("latest")
+        if found is None:
+            raise CheckpointError(
+                f"run {path} has no checkpoint yet; go on with draftlab train resume={path}"
+            )
+        return found
+    if path.exists():
+        raise ConfigError(f"{path} holds no drafter: expected drafter.json, or a run folder")
+    if name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        return _download(name)
+    raise ConfigError(
+        f"no drafter {name!r}: expected one of {', '.join(_kinds())}, a run or drafter folder, or "
+        f"a hub id OWNER/NAME; near: {', '.join(near_names(name, _kinds()))}"
+    )
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["drafter.*", "README.md"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"no folder {name!r} here, and the hub did not give a drafter of that id: {error}"
+        ) from None
+    if not (folder / "drafter.json").is_file():
+        raise ConfigError(f"hub repository {name} holds no drafter.json: not a draftlab drafter")
+    return folder
+
+
+def _kinds() -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / "drafter").glob("*.yaml"))
+
+
+def _settings_of_kind(name: str) -> DrafterSettings:
+    from draftlab.cli.schema import parse_drafter
+
+    return parse_drafter(compose("train", [f"drafter={name}"]).data["drafter"])
+
+
+def _starts_useful(settings: DrafterSettings) -> bool:
+    """A draft model loaded from a folder or hub is useful without training."""
+    return bool(getattr(settings, "name", None))

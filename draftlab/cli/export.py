@@ -1,0 +1,106 @@
+"""`draftlab export`: a trained drafter in a serving engine's format."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftlab.cli.words import split_words
+from draftlab.errors import ConfigError
+from draftlab.runs.run_dir import RunDir
+from draftlab.settings.compose import compose, expand_home
+
+HELP = """
+usage: draftlab export drafter=RUN_OR_FOLDER [export=vllm|hf] [out=FOLDER] [key=value ...]
+
+Writes a folder that a serving engine loads, with a model card and checksums, reads it back and
+checks it, and prints the command that serves it. Nothing appears in FOLDER unless all of it is
+right.
+
+  drafter=      a run (its best checkpoint) or a drafter's folder
+  export=       vllm: eagle3 and medusa heads; hf: draft models, for transformers and vLLM
+  out=          where; RUN/export/FORMAT when left out
+  target=       the run's own when left out
+  export.num_draft_tokens=K  export.target_name_or_path=NAME  export.license=ID
+  export.overwrite=true      replace an earlier export
+
+examples:
+  draftlab export drafter=outputs/smoke/tiny/20260101-120000-abcd
+  draftlab export drafter=RUN export=hf out=~/drafters/mine export.license=apache-2.0
+"""
+
+
+def run(args: list[str]) -> int:
+    """Export one drafter and say how to serve it."""
+    _, words = split_words(args, most=0)
+    outs = [word.partition("=")[2] for word in words if word.startswith("out=")]
+    words = [word for word in words if not word.startswith("out=")]
+    result = _export(words, outs[-1] if outs else None)
+    print(f"{result.folder}  ({result.architecture}, {result.num_bytes / 1e6:.1f} MB)")
+    print(f"serve it: {result.serve_command}")
+    return 0
+
+
+def _export(words: Sequence[str], out: str | None) -> Any:
+    from draftlab.cli.drafters import find_drafter_folder, load_named_drafter
+    from draftlab.cli.schema import ExportCommandSettings, settings_of
+    from draftlab.drafters.store import read_card
+    from draftlab.export.base import export_drafter, format_class, refuse_taken
+    from draftlab.targets.load import load_target
+
+    composed = compose("export", words)
+    name = composed.data["drafter"]
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"drafter={composed.choices['drafter']} is a kind, not a trained drafter; pass "
+            "drafter=RUN or a drafter's folder (`draftlab runs` lists the runs); ngram has nothing "
+            "to export, servers have it built in"
+        )
+    source = find_drafter_folder(name)
+    run = _run_of(source)
+    if run is not None and not any(word.startswith(("target", "recipe=")) for word in words):
+        composed.data["target"] = run.read_config()["target"]
+    settings = settings_of(ExportCommandSettings, composed)
+    format_class(settings.export.format)
+    folder = _folder(out, run, settings.export.format, name)
+    refuse_taken(folder, settings.export)
+    history = read_card(source).extra
+    length = history.get("train", {}).get("row_tokens")
+    target = load_target(settings.target)
+    drafter = load_named_drafter(name, target)
+    return export_drafter(
+        drafter,
+        target.view,
+        settings.export.model_copy(
+            update={
+                "target_name_or_path": settings.export.target_name_or_path
+                or _servable_name(settings.target)
+            }
+        ),
+        folder,
+        history={**history, "training_length": length},
+    )
+
+
+def _folder(out: str | None, run: RunDir | None, form: str, name: str) -> Path:
+    if out is not None:
+        return Path(expand_home(out))
+    if run is None:
+        raise ConfigError(f"drafter {name} lies in no run; say where to write: out=FOLDER")
+    return run.export_path(form)
+
+
+def _run_of(folder: Path) -> RunDir | None:
+    """Find the run that a checkpoint belongs to: RUN/checkpoints/step-N."""
+    run = RunDir(folder.absolute().parent.parent)
+    return run if run.config_path.is_file() else None
+
+
+def _servable_name(target: Any) -> str | None:
+    """Give what a server can load; None leaves it to the target's own name."""
+    if target.source == "demo":
+        from draftlab.targets.demo import prepare_demo
+
+        return str(prepare_demo(Path(target.cache_dir).expanduser()))
+    if target.source == "local":
+        return str(Path(target.name).expanduser().absolute())
+    return target.name

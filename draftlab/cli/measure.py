@@ -1,0 +1,76 @@
+"""Evaluation as commands run it: prompts by settings, drafters by name, progress shown."""
+
+from pathlib import Path
+
+from draftlab.cli.collect import encode_prompts
+from draftlab.cli.progress import StageTicker
+from draftlab.data.conversations import read_files
+from draftlab.data.prompts import load_prompts
+from draftlab.decoding.settings import DecodeSettings
+from draftlab.drafters.base import Drafter
+from draftlab.errors import DataError
+from draftlab.evaluation.results import EvalResult
+from draftlab.evaluation.settings import EvalSettings
+from draftlab.evaluation.suite import evaluate
+from draftlab.targets.target import Target
+
+_VALIDATION_SHARE = 4  # of a file of one's own, every 4th prompt a domain chooses K
+
+
+def load_eval_prompts(
+    target: Target, settings: EvalSettings, cache: Path
+) -> tuple[dict[str, list[list[int]]], dict[str, list[list[int]]]]:
+    """Load evaluation and validation prompts by domain, as token ids.
+
+    A file of one's own has no validation part: every fourth prompt of a domain is set aside for
+    choosing K, and none is used for both.
+
+    Raises:
+        DataError: bad lines, or no prompt.
+    """
+    if settings.prompts == "builtin":
+        return (
+            encode_prompts(target, load_prompts("evaluation")),
+            encode_prompts(target, load_prompts("validation")),
+        )
+    reading = read_files([settings.prompts], cache_dir=cache)
+    prompts = encode_prompts(target, list(reading.conversations))
+    if not prompts:
+        raise DataError(f"eval.prompts={settings.prompts} holds no prompt to evaluate on")
+    held = {d: p[_VALIDATION_SHARE - 1 :: _VALIDATION_SHARE] for d, p in prompts.items()}
+    rest = {
+        domain: [
+            ids for i, ids in enumerate(items) if i % _VALIDATION_SHARE != _VALIDATION_SHARE - 1
+        ]
+        for domain, items in prompts.items()
+    }
+    return rest, {domain: items for domain, items in held.items() if items}
+
+
+def measure_drafters(
+    target: Target,
+    drafters: dict[str, Drafter],
+    settings: EvalSettings,
+    decode: DecodeSettings,
+    *,
+    folder: Path | None,
+    cache: Path,
+    earlier: EvalResult | None = None,
+) -> EvalResult:
+    """Run a suite over drafters, showing how far it is."""
+    prompts, validation = load_eval_prompts(target, settings, cache)
+    ticker = StageTicker()
+    try:
+        return evaluate(
+            target,
+            drafters,
+            prompts,
+            settings,
+            decode,
+            validation=validation,
+            earlier=earlier,
+            folder=folder,
+            progress=ticker,
+        )
+    finally:
+        ticker.close()

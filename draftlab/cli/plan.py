@@ -1,0 +1,158 @@
+"""The demo's stage plan: what fits into the minutes given, on this machine.
+
+In: rates measured in some 20 seconds. Out: `StagePlan`, whose numbers go into the run's settings.
+Pure arithmetic: the clocks are in demo.py.
+"""
+
+from dataclasses import dataclass
+
+from draftlab.evaluation.settings import EvalSettings
+
+_DOMAINS = 12
+_ARMS = 3  # baseline, baseline again, drafter
+_MEAN_ANSWER_TOKENS = 100
+_FIRST_REPORT_S = 165.0
+_RESERVE_SHARE = 0.05
+_RESERVE_S = 8.0
+_LEAST_TRAINING_S = 20.0
+
+# richest first: prompts a domain, answer tokens, timed prompts a domain, timed tokens
+_EVAL_SIZES = (
+    (12, 128, 4, 96),
+    (12, 96, 3, 96),
+    (12, 96, 2, 80),
+    (12, 64, 2, 64),
+    (12, 48, 2, 48),
+    (12, 32, 1, 48),
+    (6, 32, 1, 32),
+    (3, 32, 1, 24),
+    (2, 16, 1, 16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What this machine was measured to do, tokens per second.
+
+    Attributes:
+        single: plain decoding at batch 1.
+        batched: plain decoding at the evaluation's batch.
+        answering: plain decoding at the batch that answers training prompts.
+    """
+
+    single: float
+    batched: float
+    answering: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Seconds and sizes of every stage.
+
+    Attributes:
+        total_s: the time given.
+        spent_s: what loading and probing took.
+        eval_s: one drafter's evaluation, of two.
+        answer_s: at most this long the target answers.
+        train_s: optimizer steps.
+        num_prompts: training prompts that are answered.
+        answers_per_prompt: answers of each.
+        prompts_per_domain: evaluation prompts.
+        max_new_tokens: their answers' limit.
+        speed_prompts_per_domain: timed prompts.
+        speed_max_new_tokens: their answers' limit.
+    """
+
+    total_s: float
+    spent_s: float
+    eval_s: float
+    answer_s: float
+    train_s: float
+    num_prompts: int
+    answers_per_prompt: int
+    prompts_per_domain: int
+    max_new_tokens: int
+    speed_prompts_per_domain: int
+    speed_max_new_tokens: int
+
+    def describe(self) -> str:
+        """Print the plan for people."""
+        rows = (
+            ("load and probe (done)", self.spent_s, ""),
+            (
+                "n-gram against the baseline, first report",
+                self.eval_s,
+                f"{self.prompts_per_domain} prompts a domain, "
+                f"{self.speed_prompts_per_domain} of them timed",
+            ),
+            (
+                "the target answers training prompts",
+                self.answer_s,
+                f"{self.num_prompts} prompts x {self.answers_per_prompt}",
+            ),
+            ("train eagle3", self.train_s, ""),
+            ("eagle3 against the baseline, final report", self.eval_s, "the same prompts"),
+        )
+        lines = [f"plan for {self.total_s / 60:.0f} minutes:"]
+        lines += [
+            f"  {seconds:5.0f} s  {what}{': ' + note if note else ''}"
+            for what, seconds, note in rows
+        ]
+        return "\n".join(lines)
+
+
+def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) -> StagePlan:
+    """Share out the time: evaluation at most two fifths, answers at most a third of the rest.
+
+    Args:
+        total_s: the time given, seconds.
+        spent_s: gone already.
+        rates: of this machine.
+        num_prompts: training prompts there are.
+    """
+    left = max(1.0, total_s * (1 - _RESERVE_SHARE) - _RESERVE_S - spent_s)
+    allowed = min(0.2 * left, 240.0)
+    if total_s >= 600:
+        allowed = min(allowed, max(30.0, _FIRST_REPORT_S - spent_s))
+    sizes = next((s for s in _EVAL_SIZES if _eval_seconds(s, rates) <= allowed), _EVAL_SIZES[-1])
+    eval_s = _eval_seconds(sizes, rates)
+    rest = max(_LEAST_TRAINING_S, left - 2 * eval_s)
+    one_round_s = num_prompts * _MEAN_ANSWER_TOKENS / rates.answering
+    answers = max(1, min(4, int(0.3 * rest / one_round_s)))
+    answer_s = min(answers * one_round_s, rest / 3)
+    share = answer_s / (answers * one_round_s)
+    return StagePlan(
+        total_s=total_s,
+        spent_s=spent_s,
+        eval_s=eval_s,
+        answer_s=answer_s,
+        train_s=max(_LEAST_TRAINING_S, rest - answer_s),
+        num_prompts=max(_DOMAINS, round(num_prompts * share)),
+        answers_per_prompt=answers,
+        prompts_per_domain=sizes[0],
+        max_new_tokens=sizes[1],
+        speed_prompts_per_domain=sizes[2],
+        speed_max_new_tokens=sizes[3],
+    )
+
+
+def apply_to_eval(plan: StagePlan, settings: EvalSettings) -> EvalSettings:
+    """Put the plan's sizes into the evaluation's settings."""
+    return settings.model_copy(
+        update={
+            "prompts_per_domain": plan.prompts_per_domain,
+            "max_new_tokens": plan.max_new_tokens,
+            "speed_prompts_per_domain": plan.speed_prompts_per_domain,
+            "speed_max_new_tokens": plan.speed_max_new_tokens,
+        }
+    )
+
+
+def _eval_seconds(sizes: tuple[int, int, int, int], rates: Rates) -> float:
+    """Estimate one drafter's evaluation, as if it were no faster than plain decoding."""
+    prompts, tokens, timed, timed_tokens = sizes
+    acceptance = _DOMAINS * prompts * tokens / rates.batched
+    speed = _ARMS * (_DOMAINS * timed + 3) * timed_tokens / rates.single
+    audit = 2 * _DOMAINS * timed * timed_tokens / rates.batched
+    choice = 12 * tokens / rates.single / 2
+    return acceptance + speed + audit + choice

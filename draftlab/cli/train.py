@@ -1,0 +1,39 @@
+"""`draftlab train`: a drafter for a target."""
+
+from collections.abc import Sequence
+
+from draftlab.cli.words import split_words
+
+HELP = """usage: draftlab train [recipe=FAMILY/NAME] [key=value ...]
+
+Composes the settings, makes outputs/RECIPE/TIME/, lets the target answer the prompts where the data
+asks for that, trains, and keeps checkpoints. The same command after a kill goes on where it
+stopped; a finished one starts anew.
+
+  recipe=eagle3/smollm2-demo   a ready-made choice of everything below (draftlab recipes)
+  target=tiny|demo|local|hub   the frozen model; target.name=FOLDER or HUB-ID
+  drafter=KIND                 medusa, eagle3, draft_model; its keys as drafter.KEY=VALUE
+  data=builtin|jsonl|hub       data.paths=my.jsonl, data.answers=target|given
+  optim.lr=1e-3 train.max_minutes=10 train.max_steps=500
+  init=DRAFTER                 train an existing drafter further, its draft vocabulary locked
+  resume=RUN                   go on with one run
+  hardware=cpu|single_gpu|ddp  tracker=none|wandb|tensorboard  seed=0
+
+examples:
+  draftlab train                                                   under a minute, nothing needed
+  draftlab train recipe=eagle3/smollm2-demo train.max_minutes=20
+  draftlab train recipe=company/finetune data.paths=support.jsonl init=outputs/.../RUN
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Train, and say what to do with the result."""
+    _, words = split_words(args, most=0)
+    from draftlab.cli.launch import launch_training
+
+    done = launch_training(words)
+    best = done.pointed("best") or done.pointed("latest")
+    print(f"run {done.path}")
+    print(f"drafter {best}")
+    print(f"next: draftlab eval drafter={done.path}")
+    return 0

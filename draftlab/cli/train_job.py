@@ -1,0 +1,158 @@
+"""What one process of a training run does, from its settings to the last checkpoint."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from draftlab.cli.collect import Collected, collect_samples, count_tokens
+from draftlab.cli.drafters import find_drafter_folder
+from draftlab.cli.probe import AcceptanceProbe
+from draftlab.cli.schema import RunSettings
+from draftlab.data.packing import cut_samples, pack
+from draftlab.drafters.base import Drafter, num_trainable
+from draftlab.drafters.store import build_drafter, load_drafter
+from draftlab.errors import ConfigError
+from draftlab.runs.metrics_log import MetricsLog
+from draftlab.runs.run_dir import RunDir
+from draftlab.runs.trackers import open_tracker
+from draftlab.targets.features import FeatureRequest
+from draftlab.targets.load import load_target
+from draftlab.targets.target import Target
+from draftlab.training.rows import TrainingRows
+from draftlab.training.settings import TrainSettings
+from draftlab.training.trainer import Trainer, TrainingResult
+
+log = logging.getLogger(__name__)
+
+
+def run_training(run: RunDir, settings: RunSettings) -> TrainingResult:
+    """Collect the data, build or load the drafter, and train it; goes on where a run stopped.
+
+    Args:
+        run: the run's folder.
+        settings: everything the run is.
+
+    Raises:
+        DraftlabError: anything wrong with data, target or drafter, before the first step.
+    """
+    target = load_target(settings.target)
+    collected = collect_samples(
+        target,
+        settings.data,
+        settings.regenerate,
+        settings.paths,
+        needs=find_needs(settings, target),
+        seed=settings.seed,
+        is_first_rank=_is_first_rank(),
+    )
+    return train_drafter(run, settings, target, collected)
+
+
+def find_needs(settings: RunSettings, target: Target) -> FeatureRequest:
+    """Find the hidden states the drafter will read, before there is data to build it with.
+
+    What a drafter reads does not depend on which tokens its vocabulary holds, so one with an
+    arbitrary vocabulary tells.
+    """
+    if settings.init is not None:
+        return load_drafter(find_drafter_folder(settings.init), target.view).needs
+    any_counts = torch.ones(target.spec.vocab_size, dtype=torch.int64)
+    return build_drafter(settings.drafter, target.view, any_counts).needs
+
+
+def make_drafter(settings: RunSettings, target: Target, collected: Collected) -> Drafter:
+    """Build a new drafter, or load the one that is to be trained further.
+
+    Raises:
+        ConfigError: `init` names a drafter of another kind than `drafter`.
+        TargetMismatch: `init` was made for another target.
+    """
+    if settings.init is None:
+        counts = count_tokens(collected.samples, target.spec.vocab_size)
+        return build_drafter(settings.drafter, target.view, counts, seed=settings.seed)
+    # its own settings and draft vocabulary stay: another vocabulary would give every output row
+    # another meaning (case O-19)
+    drafter = load_drafter(find_drafter_folder(settings.init), target.view)
+    if drafter.kind != settings.drafter.kind:
+        raise ConfigError(
+            f"init={settings.init} is a drafter of kind {drafter.kind}, but drafter="
+            f"{settings.drafter.kind}; pass drafter={drafter.kind}"
+        )
+    return drafter
+
+
+def train_drafter(
+    run: RunDir,
+    settings: RunSettings,
+    target: Target,
+    collected: Collected,
+    *,
+    train: TrainSettings | None = None,
+) -> TrainingResult:
+    """Train on what was collected; `train` replaces the settings' own limits."""
+    train = train or settings.train
+    drafter = make_drafter(settings, target, collected)
+    cut = cut_samples(collected.samples, train.row_tokens)
+    if cut.num_cut:
+        log.info(
+            "%d samples were cut at train.row_tokens=%d, %d of them had nothing left to learn",
+            cut.num_cut,
+            train.row_tokens,
+            len(cut.lost),
+        )
+    rows = TrainingRows(pack(cut.samples, train.row_tokens), captured=collected.captured)
+    probe = AcceptanceProbe(target, collected.validation, settings.decode)
+    metrics = MetricsLog(run.metrics_path) if _is_first_rank() else None
+    config = settings.model_dump(mode="json")
+    tracker = open_tracker(settings.tracker, run, config) if _is_first_rank() else None
+
+    def write(step: int, split: str, **numbers: float) -> None:
+        if metrics is not None and tracker is not None:
+            metrics.log(step, split, **numbers)
+            tracker.log(step, split, numbers)
+
+    log.info(
+        "drafter %s: %s trainable parameters, %d packed rows",
+        drafter.kind,
+        f"{num_trainable(drafter):,}",
+        len(rows),
+    )
+    trainer = Trainer(
+        drafter,
+        target,
+        rows,
+        optim=settings.optim,
+        train=train,
+        seed=settings.seed,
+        folder=run.checkpoints_path,
+        on_checkpoint=probe if probe.has_prompts and target.speculation_refusal is None else None,
+        metrics=write,
+        resume_from=run.checkpoints_path,
+        origin=_origin(run, settings, collected, train),
+    )
+    try:
+        return trainer.run()
+    finally:
+        if metrics is not None:
+            metrics.close()
+        if tracker is not None:
+            tracker.close()
+
+
+def _origin(
+    run: RunDir, settings: RunSettings, collected: Collected, train: TrainSettings
+) -> dict[str, Any]:
+    return {
+        "run": run.path.name,
+        "data": collected.facts,
+        "optim": settings.optim.model_dump(mode="json"),
+        "train": train.model_dump(mode="json"),
+        "seed": settings.seed,
+        "init": settings.init,
+    }
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0

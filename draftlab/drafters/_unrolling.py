@@ -1,0 +1,93 @@
+"""What training a drafter on its own output needs, apart from the drafter.
+
+Read attend_unrolled: depths see the past by true features and themselves by their own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from draftlab.data.batch import TokenBatch
+from draftlab.shapes import Bool, Float, Int, Tensor
+
+
+def attend_unrolled(
+    queries: Float[Tensor, "B A Hq Dh"],
+    keys: Float[Tensor, "B T H Dh"],
+    values: Float[Tensor, "B T H Dh"],
+    mask: Bool[Tensor, "B A T"],
+    own: list[tuple[Tensor, Tensor]],
+) -> Float[Tensor, "B A HqDh"]:
+    """Attend as a draft row does: to what came before by true taps, and to its own later steps.
+
+    Row t at depth s sees the depth-0 keys of its past and the keys of depths 1..s of row t alone.
+    The latter are a product per row, not a T x T matrix.
+
+    Args:
+        queries: of the rows trained.
+        keys: of depth 0, all positions.
+        values: alike.
+        mask: True where a row may look at a depth-0 position; at least one a row.
+        own: keys and values [B A H Dh] of depths 1..s.
+    """
+    batch, rows, num_heads, width = queries.shape
+    kv_heads = keys.shape[2]
+    grouped = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) * width**-0.5  # B H G A D
+    folded = grouped.flatten(2, 3)
+    scores = (folded @ keys.permute(0, 2, 3, 1)).unflatten(2, (-1, rows))  # B H G A T
+    scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    columns = [(grouped * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in own]
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probs = torch.cat([scores, *columns], dim=-1).softmax(-1, dtype=wide).to(values.dtype)
+    past, rest = probs.split([keys.shape[1], len(own)], dim=-1)
+    mixed = (past.flatten(2, 3) @ values.transpose(1, 2)).unflatten(2, (-1, rows))
+    for step, (_, own_values) in enumerate(own):
+        mixed = mixed + rest[..., step : step + 1] * own_values.transpose(1, 2).unsqueeze(2)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, rows, num_heads * width)
+
+
+@dataclass(frozen=True, slots=True)
+class PickedRows:
+    """Positions of a batch that are trained, packed to the left: A of T in every row.
+
+    Attributes:
+        index: position of each; filled up with positions that are not needed.
+        place: where a position went, -1 when it was not picked.
+    """
+
+    index: Int[Tensor, "B A"]
+    place: Int[Tensor, "B T"]
+
+    @classmethod
+    def pick(cls, needed: Bool[Tensor, "B T"]) -> "PickedRows":
+        """Pick the needed positions of every row, at least one."""
+        width = max(int(needed.sum(1).max()), 1)
+        index = (~needed).to(torch.int8).argsort(dim=1, stable=True)[:, :width]
+        place = torch.full(needed.shape, -1, dtype=torch.int64, device=needed.device)
+        order = torch.arange(width, device=needed.device).expand_as(index)
+        return cls(index, place.scatter_(1, index, order))
+
+    def take(self, x: Tensor) -> Tensor:
+        """Gather the picked positions of [B T ...]."""
+        index = self.index.view(*self.index.shape, *[1] * (x.dim() - 2))
+        return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
+
+
+def segment_mask(batch: TokenBatch) -> Bool[Tensor, "B T T"]:
+    """True where a position may look at an earlier one of its own sample."""
+    order = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    same = batch.segment_ids.unsqueeze(2) == batch.segment_ids.unsqueeze(1)
+    return same & (order.unsqueeze(0) <= order.unsqueeze(1))
+
+
+def sequence_sums(
+    segment_ids: Int[Tensor, "B T"],
+    rows: Int[Tensor, " N"],
+    columns: Int[Tensor, " N"],
+    weights: Float[Tensor, " N"],
+) -> Float[Tensor, " N"]:
+    """Give, for every prediction, the sum of the weights of its whole sequence."""
+    stride = int(segment_ids.max()) + 1
+    sequence = rows * stride + segment_ids[rows, columns]
+    sums = weights.new_zeros(segment_ids.shape[0] * stride)
+    return sums.index_add(0, sequence, weights)[sequence]

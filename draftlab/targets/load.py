@@ -1,0 +1,203 @@
+"""From settings to a target, whatever its source.
+
+In: `TargetSettings`. Out: a frozen, admitted `Target`. Read load_target; `resolve` decides once
+what a machine can do, so that a run's config.yaml repeats it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from draftlab.errors import ConfigError, UnsupportedTarget
+from draftlab.targets.demo import DEMO_NAME, DEMO_QUANTISATION, prepare_demo
+from draftlab.targets.gguf import read_gguf
+from draftlab.targets.settings import TargetSettings
+from draftlab.targets.target import Target, build_target
+from draftlab.targets.tiny import build_tiny_model, tiny_tokenizer
+
+
+def resolve(settings: TargetSettings) -> TargetSettings:
+    """Replace every "auto" about this machine by what it stands for: device, dtype, threads.
+
+    Raises:
+        ConfigError: a device this machine does not have.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_device(device)
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if _multiplies_bfloat16(torch.device(device)) else "float32"
+    threads = settings.num_threads or torch.get_num_threads()
+    return settings.model_copy(update={"device": device, "dtype": dtype, "num_threads": threads})
+
+
+def load_target(settings: TargetSettings) -> Target:
+    """Load a target, freeze it and take it through the gate.
+
+    Sets the number of CPU threads when the settings name one.
+
+    Raises:
+        ConfigError: a name, revision or device that does not exist.
+        TargetMismatch: the tokenizer does not belong to the model.
+        UnsupportedTarget: a quantised, incomplete or exotic model.
+    """
+    if settings.num_threads is not None and settings.num_threads != torch.get_num_threads():
+        torch.set_num_threads(settings.num_threads)
+    settings = resolve(settings)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    with _without_progress_bars():
+        model, tokenizer, name, quantisation = _read(settings, dtype)
+    _refuse_packed(model, name)
+    nn.Module.to(model, settings.device)
+    target = build_target(
+        model,
+        tokenizer,
+        name=name,
+        source=settings.source,
+        quantisation=quantisation,
+    )
+    if commit := getattr(model.config, "_commit_hash", None):
+        target.report["revision"] = commit
+    return target
+
+
+def _read(settings: TargetSettings, dtype: torch.dtype) -> tuple[PreTrainedModel, Any, str, str]:
+    name = settings.name or ""
+    match settings.source:
+        case "tiny":
+            model = build_tiny_model(settings.family, dtype, settings.seed)
+            return model, tiny_tokenizer(), f"tiny-{settings.family}", "none"
+        case "demo":
+            folder = prepare_demo(Path(settings.cache_dir).expanduser())
+            return *_read_plain(str(folder), settings, dtype), DEMO_NAME, DEMO_QUANTISATION
+        case "gguf":
+            path = Path(name).expanduser()
+            if not path.is_file():
+                raise ConfigError(f"target.name={name} is no file; expected a .gguf file")
+            return *read_gguf(path, dtype), path.stem, "GGUF, dequantised"
+        case "local":
+            folder = Path(name).expanduser()
+            if not (folder / "config.json").is_file():
+                raise ConfigError(
+                    f"target.name={name}: expected a folder with config.json, weights and a "
+                    "tokenizer, as transformers saves it; target=gguf reads a .gguf file, "
+                    "target=hub a hub id"
+                )
+            return *_read_plain(str(folder), settings, dtype), name, "none"
+        case "hub":
+            return *_read_plain(name, settings, dtype), name, "none"
+
+
+def _read_plain(
+    place: str, settings: TargetSettings, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Any]:
+    """Load a folder or hub id. Keys for gated models come from the environment (HF_TOKEN) only."""
+    common: dict[str, Any] = {
+        "revision": settings.revision or "main",
+        "trust_remote_code": settings.remote_code == "trust",
+    }
+    try:
+        config = AutoConfig.from_pretrained(place, **common)
+        if getattr(config, "quantization_config", None) is not None:
+            method = config.quantization_config.get("quant_method", "unknown")
+            raise UnsupportedTarget(
+                f"target {place} is quantised ({method}); draftlab runs plain weights: pass the "
+                "unquantised model, or a dequantised copy"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(place, **common)
+        model, info = _read_model(place, config, dtype, common)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"cannot load target {place} (revision {common['revision']}): {first}; check the name, "
+            "the network and, for gated models, HF_TOKEN"
+        ) from None
+    if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
+        raise UnsupportedTarget(
+            f"target {place} lacks {len(missing)} weights that its config asks for, such as "
+            f"{missing[0]}; they would be random: check the folder for missing shards"
+        )
+    return model, tokenizer
+
+
+def _read_model(
+    place: str, config: Any, dtype: torch.dtype, common: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load with fused attention where the family has it, never with one picked by a default."""
+    if dtype is torch.float64:  # the grouped matmul of expert layers refuses it
+        config._experts_implementation = "eager"
+
+    def read(attention: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            place,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            **common,
+        )
+
+    try:
+        return read("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return read("eager")
+
+
+def _refuse_packed(model: PreTrainedModel, name: str) -> None:
+    """Refuse weights that are not what they look like: meta, integer, or inside wrapped linears."""
+    for path, weight in model.named_parameters():
+        if weight.is_meta or not weight.is_floating_point():
+            kind = "on the meta device" if weight.is_meta else f"of dtype {weight.dtype}"
+            raise UnsupportedTarget(
+                f"target {name}: weight {path} is {kind}; draftlab runs plain weights that are "
+                "wholly in memory: load an unquantised model without offloading"
+            )
+    for path, module in model.named_modules():
+        kind = type(module)
+        is_known = kind.__module__.startswith(("torch.nn.", "transformers.models."))
+        if "Linear" in kind.__name__ and not is_known:
+            raise UnsupportedTarget(
+                f"target {name}: {path} is a {kind.__module__}.{kind.__name__}, not a plain "
+                "linear; merge adapters and dequantise the model first"
+            )
+
+
+def _check_device(device: str) -> None:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(
+            f"target.device={device} is no device; expected auto, cpu, cuda or cuda:N"
+        ) from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"target.device={device}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+            "pass target.device=cpu or another index"
+        )
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()

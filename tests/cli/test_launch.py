@@ -1,0 +1,143 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from draftlab.cli import launch, train_job
+from draftlab.cli.launch import launch_training, prepare_run
+from draftlab.errors import CheckpointError, ConfigError, DraftlabError
+from draftlab.runs.run_dir import list_runs, open_run
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    return tmp_path / "My Runs (1)"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs whose training was asked for; nothing is trained."""
+    runs = []
+    monkeypatch.setattr(
+        train_job, "run_training", lambda run, settings: runs.append((run, settings))
+    )
+    return runs
+
+
+def words(outputs, *more):
+    return ["drafter=ngram", f"paths.outputs={outputs}", *more]
+
+
+def test_a_run_has_its_settings_and_its_origin_before_it_starts(outputs):
+    run, settings = prepare_run(words(outputs, "seed=3"))
+    assert run.path.parent == outputs / "adhoc"
+    assert run.read_config() == settings.model_dump(mode="json")
+    assert run.read_config()["hardware"]["threads"] >= 1
+    provenance = json.loads(run.provenance_path.read_text())
+    assert provenance["seed"] == 3
+    assert provenance["versions"]["torch"]
+
+
+def test_a_recipe_names_the_folder(outputs, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("# @package _global_\nseed: 1\n")
+    run, _ = prepare_run(words(outputs, f"recipe={path}"))
+    assert run.path.parent == outputs / "mine"
+
+
+def test_the_worker_gets_the_settings_of_the_folder(outputs, trained):
+    run = launch_training(words(outputs, "seed=5"))
+    assert [(r.path, s.seed) for r, s in trained] == [(run.path, 5)]
+    assert run.is_finished
+    assert not run.is_running
+
+
+def test_the_same_words_go_on_with_a_run_that_stopped(outputs, trained, monkeypatch):
+    def die(run, settings):
+        raise MemoryError
+
+    monkeypatch.setattr(train_job, "run_training", die)
+    with pytest.raises(MemoryError):
+        launch_training(words(outputs))
+    monkeypatch.setattr(train_job, "run_training", lambda run, settings: trained.append(run))
+    run = launch_training(words(outputs))
+    assert [found.path for found in list_runs(outputs)] == [run.path]
+    assert run.is_finished
+
+
+def test_a_finished_a_running_and_another_run_are_not_gone_on_with(outputs, trained):
+    finished = launch_training(words(outputs))
+    running, _ = prepare_run(words(outputs))
+    other, _ = prepare_run(words(outputs, "seed=1"))
+    with running.hold():
+        new, _ = prepare_run(words(outputs))
+    fresh, _ = prepare_run(words(outputs, "resume=never"))
+    assert len({r.path for r in (finished, running, other, new, fresh)}) == 5
+
+
+def test_resume_takes_a_run_with_its_own_settings(outputs, trained):
+    run, settings = prepare_run(words(outputs, "seed=9"))
+    again, same = prepare_run([f"resume={run.path}"])
+    assert (again, same) == (run, settings)
+    with pytest.raises(ConfigError, match=r"drop seed=1.*pass init="):
+        prepare_run([f"resume={run.path}", "seed=1"])
+    with pytest.raises(CheckpointError, match="no run nowhere"):
+        prepare_run(["resume=nowhere"])
+
+
+def test_training_starts_from_a_kind_not_from_a_trained_drafter(outputs):
+    with pytest.raises(ConfigError, match="pass init=a/b"):
+        prepare_run([f"paths.outputs={outputs}", "drafter=a/b"])
+    assert not outputs.exists()
+
+
+def test_an_interrupt_says_which_run_goes_on(outputs, monkeypatch):
+    def stop(run, settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_job, "run_training", stop)
+    with pytest.raises(KeyboardInterrupt, match=r"draftlab train 'resume=.*My Runs"):
+        launch_training(words(outputs))
+
+
+def test_a_failed_worker_process_is_an_error_that_says_how_to_go_on(outputs, monkeypatch):
+    done = subprocess.CompletedProcess([], returncode=7)
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(DraftlabError, match=r"exit code 7.*resume="):
+        launch_training(words(outputs, "hardware.num_processes=2"))
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_folder(outputs, tmp_path, monkeypatch):
+    """Case O-37: each rank used to make a folder of its own."""
+    site = tmp_path / "sitecustomize.py"
+    site.write_text(
+        "import importlib.abc, importlib.machinery, os, sys, types\n"
+        "module = types.ModuleType('draftlab.cli.train_job')\n"
+        "def run_training(run, settings):\n"
+        "    (run.path / ('rank' + os.environ['RANK'])).write_text(str(settings.seed))\n"
+        "module.run_training = run_training\n"
+        "sys.modules['draftlab.cli.train_job'] = module\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = launch_training(words(outputs, "hardware.num_processes=2", "seed=4"))
+    assert [found.path for found in list_runs(outputs)] == [run.path]
+    assert [(run.path / f"rank{rank}").read_text() for rank in (0, 1)] == ["4", "4"]
+    assert open_run(run.path).is_finished
+
+
+@pytest.mark.slow
+def test_a_worker_started_by_hand_never_sees_hydra(outputs):
+    run, _ = prepare_run(words(outputs))
+    code = (
+        "import sys, types\n"
+        "job = types.ModuleType('draftlab.cli.train_job')\n"
+        "job.run_training = lambda run, settings: None\n"
+        "sys.modules['draftlab.cli.train_job'] = job\n"
+        "from draftlab.cli.worker import main\n"
+        f"assert main([{str(run.path)!r}]) == 0\n"
+        "assert 'hydra' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

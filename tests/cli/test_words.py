@@ -1,0 +1,29 @@
+import pytest
+
+from draftlab.cli.words import read_options, split_words
+from draftlab.errors import ConfigError
+
+
+def test_things_and_words_part_in_order():
+    things, words = split_words(["RUN", "a.b=1", "My Run (1)", "c=x=y"], most=2)
+    assert things == ["RUN", "My Run (1)"]
+    assert words == ["a.b=1", "c=x=y"]
+
+
+def test_a_path_with_an_equals_sign_behind_a_slash_is_a_thing():
+    assert split_words(["./a=b"], most=1) == (["./a=b"], [])
+
+
+def test_one_thing_too_many_is_named():
+    with pytest.raises(ConfigError, match="unexpected 'two'; this command takes at most 1"):
+        split_words(["one", "two"], most=1)
+
+
+def test_dashed_options_are_refused():
+    with pytest.raises(ConfigError, match="unknown option '--lr'"):
+        split_words(["--lr", "3"], most=1)
+
+
+def test_an_unknown_option_names_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown option 'b=2'; known options: a="):
+        read_options(["a=1", "b=2"], {"a": "0"})

@@ -1,0 +1,257 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from draftlab.data.loader import prepare, read_split
+from draftlab.data.packing import PackedRow, collate
+from draftlab.data.settings import DataSettings
+from draftlab.errors import DataError
+
+DEFAULTS = {
+    "kind": "jsonl", "paths": (), "hub_name": None, "hub_subset": None, "hub_split": "train",
+    "messages_field": None, "domain": "own", "max_tokens": 512, "turns": "each",
+    "on_bad_line": "fail", "validation_fraction": 0.0, "max_samples": None, "template_options": {},
+}  # fmt: skip
+VOCAB = 320
+
+
+def settings_for(path, **changes):
+    return DataSettings(**{**DEFAULTS, "paths": (str(path),), **changes})
+
+
+@pytest.fixture
+def chatml(tokenizer_of):
+    return tokenizer_of("tok_chatml")
+
+
+def only(path, id_, into):
+    """A file with one row of a case file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    row = next(line for line in lines if json.loads(line)["id"] == id_)
+    into.write_text(row, encoding="utf-8")
+    return into
+
+
+def test_the_report_says_what_was_kept_and_why_the_rest_was_not(cases, chatml, tmp_path):
+    prepared = prepare(settings_for(cases / "nothing_to_learn.jsonl"), chatml, tmp_path, VOCAB)
+    report = prepared.report
+    assert (report.num_chats, report.num_samples) == (7, 2)
+    assert report.dropped == {"no answer": 1, "empty answer": 3, "empty chat": 1}
+    assert "nothing_to_learn.jsonl:4 (n4): empty chat" in report.dropped_examples
+    learned = [chatml.decode(sample.ids[sample.mask]) for sample in prepared.samples]
+    assert learned == ["learn me<|im_end|>", "learn me too<|im_end|>"]
+    assert report.domains["own"]["learned"] == report.num_learned
+    assert "dropped 3: empty answer" in report.describe()
+
+
+def test_nothing_to_learn_stops_before_anything_else(cases, chatml, tmp_path):
+    lines = (cases / "nothing_to_learn.jsonl").read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n".join(lines[:5]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"no token to learn in 5 chats.*empty answer \(3\)"):
+        prepare(settings_for(path), chatml, tmp_path, VOCAB)
+
+
+def test_text_that_is_no_rendered_chat_is_a_bad_line(cases, chatml, tmp_path):
+    settings = settings_for(cases / "malformed.jsonl")
+    with pytest.raises(DataError, match=r"malformed\.jsonl:7: no chat field"):
+        prepare(settings, chatml, tmp_path, VOCAB)
+    settings = settings_for(cases / "malformed.jsonl", on_bad_line="skip")
+    report = prepare(settings, chatml, tmp_path, VOCAB).report
+    assert [line.split(":")[1] for line in report.bad_lines] == ["3", "6", "7", "8", "9"]
+    assert "skipped 5 bad lines" in report.describe()
+
+
+@pytest.mark.parametrize("where", ["inside", "on the end marker", "just before it"])
+def test_a_cut_keeps_the_mask_of_what_is_left(where, cases, chatml, tmp_path):
+    path = only(cases / "multi_turn_mask.jsonl", "x1", tmp_path / "x1.jsonl")
+    whole = prepare(settings_for(path), chatml, tmp_path, VOCAB).samples[0]
+    second_end = (whole.ids == 269).nonzero()[4].item()  # system, user, answer, user, answer
+    length = {"inside": second_end - 4, "on the end marker": second_end + 1,
+              "just before it": second_end}[where]  # fmt: skip
+    prepared = prepare(settings_for(path, max_tokens=length), chatml, tmp_path, VOCAB)
+    cut = prepared.samples[0]
+    assert torch.equal(cut.ids, whole.ids[:length])
+    assert torch.equal(cut.mask, whole.mask[:length])
+    assert cut.mask[-1]
+    assert prepared.report.num_cut == 1
+    assert f"1 samples were cut at {length} tokens" in prepared.report.describe()
+
+
+def test_an_answer_beyond_the_limit_is_dropped_with_that_reason(cases, chatml, tmp_path):
+    settings = settings_for(cases / "multi_turn_mask.jsonl", max_tokens=40)
+    report = prepare(settings, chatml, tmp_path, VOCAB).report
+    assert report.dropped == {"the answer lies beyond max_tokens=40": 2}
+    assert report.num_samples == 1
+
+
+@pytest.mark.parametrize("pad", [269, None])
+def test_end_tokens_are_learned_where_pad_equals_eos_or_no_pad_exists(
+    pad, cases, tokenizer_of, tmp_path
+):
+    tokenizer = tokenizer_of("tok_pad_is_eos")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 269
+    settings = settings_for(cases / "multi_turn_mask.jsonl", max_samples=2)
+    saved = tokenizer.pad_token
+    tokenizer.pad_token = None if pad is None else saved
+    try:
+        samples = prepare(settings, tokenizer, tmp_path, VOCAB).samples
+        assert len(tokenizer) == 274
+    finally:
+        tokenizer.pad_token = saved
+    batch = collate([PackedRow((sample,)) for sample in samples])
+    assert int((batch.input_ids[batch.loss_mask] == 269).sum()) == 4
+    padding = batch.segment_ids < 0
+    assert padding.any()
+    assert not (batch.loss_mask & padding).any()
+
+
+def describe(prepared):
+    return [(sample.ids.tolist(), sample.mask.tolist()) for sample in prepared.samples]
+
+
+def test_equal_inputs_come_from_the_cache(cases, chatml, tmp_path):
+    settings = settings_for(cases / "multi_turn_mask.jsonl", validation_fraction=0.4)
+    first = prepare(settings, chatml, tmp_path, VOCAB)
+    again = prepare(settings, chatml, tmp_path, VOCAB)
+    assert (first.report.from_cache, again.report.from_cache) == (False, True)
+    assert describe(again) == describe(first)
+    assert [s.sample_id for s in again.held_out] == [s.sample_id for s in first.held_out]
+    assert again.report.domains == first.report.domains
+
+
+@pytest.mark.parametrize("change", ["content", "max_tokens", "template", "tokenizer", "turns"])
+def test_whatever_changes_the_rows_gives_fresh_ones(change, cases, tokenizer_of, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    shutil.copy(cases / "multi_turn_mask.jsonl", path)
+    tokenizer = tokenizer_of("tok_chatml")
+    first = prepare(settings_for(path), tokenizer, tmp_path, VOCAB)
+    changes = {}
+    if change == "content":
+        stat = path.stat()
+        text = path.read_text(encoding="utf-8").replace("Closed.", "Closes.")
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert path.stat().st_size == stat.st_size
+    elif change == "max_tokens":
+        changes = {"max_tokens": 60}
+    elif change == "template":
+        tokenizer.chat_template = "Chat: " + tokenizer.chat_template
+    elif change == "tokenizer":
+        tokenizer = tokenizer_of("tok_bos_twice")
+    else:
+        changes = {"turns": "last"}
+    fresh = prepare(settings_for(path, **changes), tokenizer, tmp_path, VOCAB)
+    assert not fresh.report.from_cache
+    assert describe(fresh) != describe(first)
+
+
+def test_another_tokenizer_with_the_same_template_gives_fresh_rows(cases, tokenizer_of, tmp_path):
+    settings = settings_for(cases / "multi_turn_mask.jsonl")
+    prepare(settings, tokenizer_of("tok_chatml"), tmp_path, VOCAB)
+    other = tokenizer_of("tok_bos_twice")
+    other.chat_template = tokenizer_of("tok_chatml").chat_template
+    assert not prepare(settings, other, tmp_path, VOCAB).report.from_cache
+
+
+def test_a_file_moved_elsewhere_is_still_the_same_data(cases, chatml, tmp_path):
+    prepare(settings_for(cases / "multi_turn_mask.jsonl"), chatml, tmp_path, VOCAB)
+    shutil.copy(cases / "multi_turn_mask.jsonl", tmp_path / "multi_turn_mask.jsonl")
+    settings = settings_for(tmp_path / "multi_turn_mask.jsonl")
+    assert prepare(settings, chatml, tmp_path, VOCAB).report.from_cache
+
+
+def test_ids_beyond_the_targets_rows_are_refused_also_from_the_cache(cases, chatml, tmp_path):
+    settings = settings_for(cases / "multi_turn_mask.jsonl")
+    prepare(settings, chatml, tmp_path, 270)
+    with pytest.raises(DataError, match=r"token id 269 \('<\|im_end\|>'\).*269 embedding rows"):
+        prepare(settings, chatml, tmp_path, 269)
+
+
+def test_chats_of_a_rewriting_template_are_counted(cases, tokenizer_of, tmp_path):
+    tokenizer = tokenizer_of("tok_think_history")
+    path = cases / "think_history.jsonl"
+    each = prepare(settings_for(path), tokenizer, tmp_path, VOCAB).report
+    assert (each.num_samples, each.num_split_chats) == (5, 2)
+    last = prepare(settings_for(path, turns="last"), tokenizer, tmp_path, VOCAB).report
+    assert (last.num_samples, last.left_out) == (3, {"an earlier answer (turns=last)": 2})
+
+
+def write_rows(path, count):
+    rows = [
+        {
+            "id": f"r{i}",
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": f"a{i}"},
+            ],
+        }
+        for i in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def test_held_out_chats_stay_held_out_when_rows_are_added(chatml, tmp_path):
+    held_out = []
+    for count in (40, 60):
+        path = write_rows(tmp_path / "rows.jsonl", count)
+        prepared = prepare(settings_for(path, validation_fraction=0.25), chatml, tmp_path, VOCAB)
+        held_out.append({sample.sample_id for sample in prepared.held_out})
+        assert len(prepared.held_out) + len(prepared.samples) == count
+    assert held_out[0] == {i for i in held_out[1] if i < 40}
+    assert 3 <= len(held_out[0]) <= 20
+
+
+def test_splits_read_as_text_are_those_of_the_samples(chatml, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", 40)
+    settings = settings_for(path, validation_fraction=0.25)
+    prepared = prepare(settings, chatml, tmp_path, VOCAB)
+    chats = read_split(settings, "validation", tmp_path, chatml).conversations
+    assert [int(chat.id[1:]) for chat in chats] == [s.sample_id for s in prepared.held_out]
+    assert len(read_split(settings, "train", tmp_path).conversations) == len(prepared.samples)
+    with pytest.raises(DataError, match="evaluation was asked for"):
+        read_split(settings, "evaluation", tmp_path)
+
+
+def test_progress_is_told_chat_by_chat(cases, chatml, tmp_path):
+    seen = []
+    prepare(
+        settings_for(cases / "multi_turn_mask.jsonl"), chatml, tmp_path, VOCAB,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_texts_survive_a_platform_that_thinks_in_ascii(cases, tmp_path):
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from transformers import AutoTokenizer\n"
+        "from draftlab.data.loader import prepare\n"
+        "from draftlab.data.settings import DataSettings\n"
+        "settings, cases, cache = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])\n"
+        "tokenizer = AutoTokenizer.from_pretrained(cases / 'tok_chatml')\n"
+        "found = prepare(DataSettings(**settings), tokenizer, cache, 320)\n"
+        "print(json.dumps([tokenizer.decode(s.ids[s.mask]) for s in found.samples]))\n"
+    )
+    settings = settings_for(cases / "unicode_spans.jsonl").model_dump(mode="json")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(settings), str(cases), str(tmp_path)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    expected = json.loads((cases / "unicode_spans.expected.json").read_text(encoding="utf-8"))
+    assert json.loads(done.stdout) == ["".join(texts) for texts in expected.values()]
+
+
+def test_the_shipped_prompts_need_the_targets_answers_first(chatml, tmp_path):
+    settings = DataSettings(**{**DEFAULTS, "kind": "builtin", "max_samples": 5})
+    assert len(read_split(settings, "train", tmp_path).conversations) == 5
+    with pytest.raises(DataError, match=r"hold no answers.*draftlab regenerate"):
+        prepare(settings, chatml, tmp_path, VOCAB)

@@ -1,0 +1,134 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftlab.decoding.records import Generation
+from draftlab.evaluation.lossless import Answer, audit, measure_tolerance, score_narrow
+from draftlab.sampling import GREEDY, Sampling
+from draftlab.targets.step import Step
+from draftlab.targets.tiny import tiny_target
+
+PROMPTS = [(7, 8, 9, 10), (40, 41), tuple(range(60, 75))]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def plain_greedy(target, prompt, length):
+    """Decode without any code of ours but the target itself: whole prefix, one pass a token."""
+    ids = list(prompt)
+    for _ in range(length):
+        with torch.inference_mode():
+            kv = target.open_kv(1, len(ids))
+            step = Step(torch.tensor([0]), torch.tensor([ids]), torch.tensor([0]), len(ids))
+            ids.append(int(target.run(kv, step).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    eos = target.spec.eos_ids
+    outs = [plain_greedy(target, prompt, 12) for prompt in PROMPTS]
+    assert not any(token in eos for out in outs for token in out)
+    return [
+        Generation(i, prompt, out, "length", (), 0.0, 0.0)
+        for i, (prompt, out) in enumerate(zip(PROMPTS, outs, strict=True))
+    ]
+
+
+def audited(target, answers, **kwargs):
+    return audit(target, answers, draft_width=3, prefill_tokens=8, **kwargs)
+
+
+def with_token(answer, position, token):
+    ids = list(answer.output_ids)
+    ids[position] = token
+    return replace(answer, output_ids=tuple(ids))
+
+
+def test_true_greedy_output_passes(target, answers):
+    verdict = audited(target, answers, baseline=answers)
+    assert verdict.is_lossless
+    assert (verdict.num_positions, verdict.num_exact) == (36, 36)
+    assert (verdict.num_identical, verdict.num_compared) == (3, 3)
+
+
+def test_a_planted_wrong_token_is_found_where_it_is(target, answers):
+    planted = [
+        answers[0],
+        with_token(answers[1], 5, (answers[1].output_ids[5] + 1) % 250),
+        answers[2],
+    ]
+    verdict = audited(target, planted, baseline=answers)
+    assert not verdict.is_lossless
+    first = verdict.defects[0]
+    assert (first.prompt, first.position) == (1, 5)
+    assert first.expected_id == answers[1].output_ids[5]
+    assert first.margin > verdict.tolerance
+    assert (verdict.num_identical, verdict.first_divergence) == (2, 5)
+
+
+def test_a_wrong_last_token_and_a_wrong_first_token_are_found(target, answers):
+    for position in (0, 11):
+        wrong = with_token(answers[2], position, (answers[2].output_ids[position] + 1) % 250)
+        assert any(d.position == position for d in audited(target, [wrong]).defects)
+
+
+def test_a_token_after_an_end_token_is_a_defect_even_if_the_target_would_say_it(target, answers):
+    spec = replace(target.spec, eos_ids=(answers[0].output_ids[3],))
+    original, target.spec = target.spec, spec
+    try:
+        ends = answers[0].output_ids.index(spec.eos_ids[0])
+        verdict = audited(target, answers[:1])
+        assert verdict.num_defects == 12 - ends - 1
+        assert audited(target, answers[:1], ends_at_eos=False).is_lossless
+    finally:
+        target.spec = original
+
+
+def test_a_near_tie_is_excused_only_while_identity_is_not_required(target, answers, monkeypatch):
+    monkeypatch.setattr("draftlab.evaluation.lossless.measure_tolerance", lambda *a, **k: 1e9)
+    wrong = [with_token(answers[0], 11, (answers[0].output_ids[11] + 1) % 250)]
+    monkeypatch.setitem(target.report, "rows_bitwise_equal", False)
+    excused = audited(target, wrong)
+    assert (excused.num_ties, excused.num_defects) == (1, 0)
+    monkeypatch.setitem(target.report, "rows_bitwise_equal", True)
+    strict = audited(target, wrong)
+    assert (strict.num_ties, strict.num_defects, strict.requires_identity) == (0, 1, True)
+
+
+def test_logits_that_are_no_numbers_are_never_excused(target, answers, monkeypatch):
+    from draftlab.evaluation import lossless
+
+    real = lossless._run_at
+    monkeypatch.setattr(lossless, "_run_at", lambda *a, **k: real(*a, **k) * float("nan"))
+    assert audited(target, answers[:1]).num_defects == 12
+
+
+def test_batch_mates_do_not_change_a_score(target, answers):
+    pairs: list[Answer] = [(a.prompt_ids, a.output_ids) for a in answers]
+    together = score_narrow(target, pairs, sampling=GREEDY, prefill_tokens=4)
+    for pair, scores in zip(pairs, together, strict=True):
+        alone = score_narrow(target, [pair], sampling=GREEDY, prefill_tokens=64)[0]
+        assert [s.expected_id for s in alone] == [s.expected_id for s in scores]
+        assert [s.margin for s in alone] == pytest.approx([s.margin for s in scores], abs=1e-9)
+
+
+def test_the_measured_tolerance_is_of_rounding_size(target, answers):
+    pairs: list[Answer] = [(a.prompt_ids, a.output_ids) for a in answers]
+    in_float64 = measure_tolerance(target, pairs, width=4, prefill_tokens=8)
+    assert 0 <= in_float64 < 1e-9
+    half = tiny_target(dtype=torch.bfloat16)
+    assert in_float64 < measure_tolerance(half, pairs, width=4, prefill_tokens=8) < 1
+
+
+def test_sampled_output_needs_probability_only(target, answers):
+    wrong = [with_token(answers[0], 4, (answers[0].output_ids[4] + 1) % 250)]
+    free = audited(target, wrong, sampling=Sampling(temperature=1.0))
+    assert free.is_lossless
+    assert not free.is_greedy
+    # with top_k 1 only the likeliest token has mass, so the planted one has none
+    assert audited(target, wrong, sampling=Sampling(temperature=1.0, top_k=1)).num_defects >= 1

@@ -1,0 +1,123 @@
+import pytest
+import torch
+
+from draftlab.objectives.chunked import chunked_scores
+from draftlab.objectives.named import OBJECTIVES, objective
+from draftlab.objectives.rows import score_rows
+
+K, N, D, V = 3, 37, 8, 20
+IDS = torch.tensor([0, 2, 3, 5, 7, 11, 13, 17, 19])
+
+
+def make(num_heads, vocab_ids, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    width = V if vocab_ids is None else len(vocab_ids)
+    hidden = random(K, N, D).requires_grad_()
+    heads = [random(width, D).requires_grad_() for _ in range(num_heads)]
+    weights = random(K, N).abs() * (torch.rand(K, N, generator=generator) > 0.3)
+    target_head = random(V, D)
+    rest = {
+        "target_final": random(N, D),
+        "target_head": lambda final: final @ target_head.T,
+        "labels": torch.randint(0, V, (N,), generator=generator),
+        "weights": weights,
+        "vocab_ids": vocab_ids,
+    }
+    return hidden, heads, rest
+
+
+def plain(chosen, hidden, heads, rest):
+    logits = rest["target_head"](rest["target_final"])
+    total, sums = 0.0, []
+    for k in range(K):
+        draft = hidden[k] @ heads[k if len(heads) > 1 else 0].T
+        scores = score_rows(chosen, logits, draft, rest["labels"], rest["vocab_ids"])
+        counts = rest["weights"][k] > 0
+        total = total + (scores.loss * rest["weights"][k]).sum()
+        sums.append(
+            [
+                scores.loss[counts].sum(),
+                scores.hit[counts].sum(),
+                scores.overlap[counts].sum(),
+                counts.sum(),
+            ]
+        )
+    return total, torch.tensor([[x.item() for x in row] for row in sums], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 10, 100])
+@pytest.mark.parametrize("vocab_ids", [None, IDS], ids=["whole", "reduced"])
+@pytest.mark.parametrize("num_heads", [1, K])
+def test_chunking_changes_neither_loss_nor_gradient(num_heads, vocab_ids, chunk_rows):
+    hidden, heads, rest = make(num_heads, vocab_ids)
+    chosen = objective("lk_hybrid")
+    expected, sums = plain(chosen, hidden, heads, rest)
+    expected_grads = torch.autograd.grad(2 * expected, [hidden, *heads])
+    scores = chunked_scores(chosen, hidden, heads, **rest, chunk_rows=chunk_rows)
+    grads = torch.autograd.grad(2 * scores.total, [hidden, *heads])
+    assert torch.allclose(scores.total, expected)
+    got = torch.stack([scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count], dim=1)
+    assert torch.allclose(got, sums)
+    for grad, other in zip(grads, expected_grads, strict=True):
+        assert torch.allclose(grad, other)
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_every_objective_has_the_plain_gradient(name):
+    hidden, heads, rest = make(1, IDS, seed=3)
+    expected, _ = plain(objective(name), hidden, heads, rest)
+    scores = chunked_scores(objective(name), hidden, heads, **rest, chunk_rows=8)
+    got = torch.autograd.grad(scores.total, hidden)[0]
+    assert torch.allclose(got, torch.autograd.grad(expected, hidden)[0])
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, heads, rest = make(1, None)
+    scores = chunked_scores(objective("forward_kl"), hidden, [heads[0].detach()], **rest)
+    scores.total.backward()
+    assert hidden.grad.abs().sum() > 0
+
+
+def test_without_gradients_only_the_sums_are_computed():
+    hidden, heads, rest = make(1, None)
+    with torch.no_grad():
+        scores = chunked_scores(objective("forward_kl"), hidden, heads, **rest)
+    assert not scores.total.requires_grad
+    assert scores.total > 0
+
+
+def test_no_predictions_give_a_zero_that_can_be_differentiated():
+    hidden = torch.zeros(K, 0, D, requires_grad=True)
+    head = torch.zeros(V, D, requires_grad=True)
+    scores = chunked_scores(
+        objective("forward_kl"),
+        hidden,
+        [head],
+        target_final=torch.zeros(0, D),
+        target_head=lambda final: final @ head.detach().T,
+        labels=torch.zeros(0, dtype=torch.int64),
+        weights=torch.zeros(K, 0),
+        vocab_ids=None,
+    )
+    scores.total.backward()
+    assert scores.total.item() == 0
+    assert (head.grad == 0).all()
+
+
+def test_autocast_runs_the_heads_in_its_dtype_and_the_loss_in_float32():
+    hidden, heads, rest = make(1, None)
+    exact = chunked_scores(objective("forward_kl"), hidden, heads, **rest).total
+    hidden32 = hidden.detach().float().requires_grad_()
+    rest["weights"] = rest["weights"].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = chunked_scores(
+            objective("forward_kl"), hidden32, [heads[0].detach().float()], **rest
+        )
+    scores.total.backward()
+    assert scores.total.dtype == torch.float32
+    assert scores.total.item() == pytest.approx(exact.item(), rel=2e-2)
+    assert hidden32.grad.dtype == torch.float32

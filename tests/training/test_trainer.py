@@ -1,0 +1,267 @@
+import copy
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_training import (
+    Recorder,
+    make_rows,
+    optim_settings,
+    run_training,
+    toy_drafter,
+    train_settings,
+)
+
+from draftlab.errors import CheckpointError, ConfigError, DraftlabError
+from draftlab.targets.tiny import tiny_target
+
+ANSWERS = [2, 40, 7, 19, 25, 3, 11, 30]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.mark.parametrize(("batch_rows", "accumulation"), [(4, 2), (1, 8)])
+def test_the_step_does_not_depend_on_how_its_rows_are_batched(
+    target, tmp_path, batch_rows, accumulation
+):
+    trained = []
+    for name, rows, slots in (("whole", 8, 1), ("cut", batch_rows, accumulation)):
+        train = train_settings(max_steps=2, batch_rows=rows, accumulation=slots)
+        _, drafter, numbers = run_training(
+            tmp_path / name, answers=ANSWERS, target=target, train=train
+        )
+        trained.append((drafter.state_dict(), numbers.column("train/loss")))
+    (whole, whole_loss), (cut, cut_loss) = trained
+    assert cut_loss == pytest.approx(whole_loss, rel=1e-9)
+    for key in whole:
+        assert torch.allclose(cut[key], whole[key], rtol=1e-8, atol=1e-12)
+
+
+def test_every_sequence_weighs_the_same_however_short(target, tmp_path):
+    # the gradient of the step is the mean of the gradients of its sequences
+    alone = []
+    for number, answer in enumerate([2, 40]):
+        rows = make_rows(target, [2 if number == 0 else 0, 40 if number == 1 else 0])
+        train = train_settings(max_steps=1, batch_rows=2)
+        _, _, numbers = run_training(
+            tmp_path / str(answer), answers=[], target=target, rows=rows, train=train
+        )
+        alone.append(numbers.column("train/loss")[1])
+    rows = make_rows(target, [2, 40])
+    train = train_settings(max_steps=1, batch_rows=2)
+    _, _, numbers = run_training(
+        tmp_path / "both", answers=[], target=target, rows=rows, train=train
+    )
+    assert numbers.column("train/loss")[1] == pytest.approx(sum(alone) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_learning_rate_follows_optimizer_steps(target, tmp_path, accumulation):
+    _, _, numbers = run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        optim=optim_settings(lr=0.001, warmup_fraction=0.1, min_lr_fraction=0.2),
+        train=train_settings(max_steps=20, batch_rows=1, accumulation=accumulation),
+    )
+    rates = numbers.column("train/lr")
+    assert rates[1] == pytest.approx(0.0005)
+    assert rates[2] == max(rates.values()) == pytest.approx(0.001)
+    assert rates[20] == pytest.approx(0.0002)
+
+
+def test_the_target_stays_as_it_was(target, tmp_path):
+    before = copy.deepcopy(target.model.state_dict())
+    _, drafter, _ = run_training(tmp_path, answers=ANSWERS, target=target)
+    after = target.model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
+    assert not target.model.training
+    assert not any(name.startswith("target") for name, _ in drafter.named_parameters())
+
+
+def test_a_checkpoint_holds_the_drafters_tensors_and_nothing_of_the_target(target, tmp_path):
+    result, drafter, _ = run_training(tmp_path, answers=ANSWERS, target=target)
+    saved = load_file(result.latest / "drafter.safetensors")
+    now = drafter.state_dict()
+    assert saved.keys() == now.keys()
+    assert all(torch.equal(saved[key], now[key]) for key in now)
+    size = (result.latest / "drafter.safetensors").stat().st_size
+    tensors = sum(t.numel() * t.element_size() for t in now.values())
+    assert tensors < size < tensors + 4096
+
+
+def test_the_last_step_is_saved_off_the_interval(target, tmp_path):
+    train = train_settings(max_steps=7, save_every_steps=3, keep_checkpoints=9)
+    result, _, _ = run_training(tmp_path, answers=ANSWERS, target=target, train=train)
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-000003", "step-000006", "step-000007"]
+    assert result.latest.name == "step-000007"
+
+
+def test_the_best_checkpoint_has_the_highest_tau_and_survives_rotation(target, tmp_path):
+    taus = {1: 1.2, 2: 1.9, 3: 1.4, 4: 1.9, 5: 1.3}
+    seen = []
+
+    def probe(step, drafter):
+        seen.append((step, drafter.training))
+        return {"tau": taus[step]}
+
+    train = train_settings(max_steps=5, save_every_steps=1, keep_checkpoints=1)
+    result, drafter, numbers = run_training(
+        tmp_path, answers=ANSWERS, target=target, train=train, on_checkpoint=probe
+    )
+    assert (result.best.name, result.best_tau) == ("step-000002", 1.9)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002", "step-000005"]
+    assert seen == [(step, False) for step in taus]
+    assert drafter.training
+    assert numbers.column("accept/tau") == taus
+
+
+def test_probes_keep_their_own_rhythm(target, tmp_path):
+    seen = []
+    train = train_settings(max_steps=7, save_every_steps=2, probe_every_steps=3, keep_checkpoints=9)
+    run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        train=train,
+        on_checkpoint=lambda step, drafter: seen.append(step),
+    )
+    assert seen == [3, 6, 7]
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [2, 3, 4, 6, 7]
+
+
+def test_the_running_mean_is_what_is_probed_and_saved(target, tmp_path):
+    probed = {}
+
+    def probe(step, drafter):
+        probed.update({key: value.clone() for key, value in drafter.state_dict().items()})
+
+    result, drafter, _ = run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        optim=optim_settings(ema_decay=0.5),
+        on_checkpoint=probe,
+    )
+    saved = load_file(result.latest / "drafter.safetensors")
+    state = load_file(result.latest / "state" / "tensors.safetensors")
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(saved[key], probed[key])
+        assert torch.equal(saved[key], state[f"mean/{key}"])
+        assert torch.equal(value, state[f"weight/{key}"])
+        assert not torch.equal(saved[key], value)
+
+
+def test_a_time_limit_becomes_a_number_of_steps_once(target, tmp_path):
+    train = train_settings(max_steps=None, max_minutes=0.01, log_every_steps=1)
+    first, _, _ = run_training(tmp_path / "a", answers=ANSWERS, target=target, train=train)
+    plan = tmp_path / "a" / "plan.json"
+    began = json.loads(plan.read_text())
+    assert first.total_steps == began["total_steps"] >= 1
+    assert first.latest.name == f"step-{first.total_steps:06d}"
+
+    # a run that died before its first checkpoint keeps the number it began with
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "plan.json").write_text(json.dumps(began | {"total_steps": 5}))
+    second, _, numbers = run_training(
+        tmp_path / "b",
+        answers=ANSWERS,
+        target=target,
+        train=train,
+        resume_from=tmp_path / "b",
+    )
+    assert second.total_steps == 5
+    assert numbers.column("train/lr")[5] == pytest.approx(0.001)
+
+
+def test_measuring_the_time_of_a_step_changes_nothing(target, tmp_path):
+    timed = train_settings(max_steps=3, max_minutes=60)
+    plain = train_settings(max_steps=3)
+    results = []
+    for name, train in (("timed", timed), ("plain", plain)):
+        _, drafter, numbers = run_training(
+            tmp_path / name,
+            answers=ANSWERS,
+            target=target,
+            train=train,
+            optim=optim_settings(kind="muon", adamw_lr=0.001),
+        )
+        results.append((drafter.state_dict(), numbers.column("train/loss")))
+    assert results[0][1] == results[1][1]
+    assert all(torch.equal(results[0][0][key], results[1][0][key]) for key in results[0][0])
+
+
+def test_a_folder_with_a_training_is_not_overwritten(target, tmp_path):
+    run_training(tmp_path, answers=ANSWERS, target=target)
+    with pytest.raises(CheckpointError, match="already holds a training"):
+        run_training(tmp_path, answers=ANSWERS, target=target)
+
+
+def test_a_training_that_differs_is_not_resumed(target, tmp_path):
+    run_training(tmp_path, answers=ANSWERS, target=target)
+    with pytest.raises(CheckpointError, match=r"optim\.lr: began with 0\.01, now 0\.02") as caught:
+        run_training(
+            tmp_path,
+            answers=ANSWERS[:-1],
+            target=target,
+            optim=optim_settings(lr=0.02),
+            resume_from=tmp_path,
+        )
+    assert "rows_checksum" in str(caught.value)
+
+
+def test_a_gradient_that_is_no_number_stops_the_training(target, tmp_path):
+    drafter = toy_drafter(target)
+    with torch.no_grad():
+        drafter.hidden.weight[0, 0] = math.nan
+    with pytest.raises(DraftlabError, match="optimizer step 1 has norm nan"):
+        run_training(tmp_path, answers=ANSWERS, target=target, drafter=drafter)
+
+
+def test_a_drafter_without_parameters_is_refused(target, tmp_path):
+    drafter = toy_drafter(target).requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        run_training(tmp_path, answers=ANSWERS, target=target, drafter=drafter)
+
+
+def test_bfloat16_computes_with_float32_weights(tmp_path):
+    target = tiny_target(dtype=torch.bfloat16)
+    drafter = toy_drafter(target)
+    assert drafter.hidden.weight.dtype == torch.bfloat16
+    seen = []
+    drafter.hidden.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    _, _, numbers = run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        drafter=drafter,
+        train=train_settings(precision="bf16", max_steps=30),
+        optim=optim_settings(schedule="constant", lr=0.01),
+    )
+    assert drafter.hidden.weight.dtype == torch.float32
+    assert set(seen) == {torch.bfloat16}
+    losses = numbers.column("train/loss")
+    assert losses[30] < losses[1] - 0.5
+
+
+def test_lines_are_means_over_the_steps_since_the_last(target, tmp_path):
+    fine, coarse = Recorder(), Recorder()
+    for name, every, recorder in (("fine", 1, fine), ("coarse", 2, coarse)):
+        run_training(
+            tmp_path / name,
+            answers=ANSWERS,
+            target=target,
+            train=train_settings(log_every_steps=every, batch_rows=4),
+            metrics=recorder,
+        )
+    each, pairs = fine.column("train/loss"), coarse.column("train/loss")
+    assert pairs == pytest.approx(
+        {2: (each[1] + each[2]) / 2, 4: (each[3] + each[4]) / 2}, rel=1e-9
+    )
