@@ -24,14 +24,13 @@ examples:
 
 def run(args: list[str]) -> int:
     """Check a run and estimate it."""
-    from draftlab.cli.estimate import estimate_run, require_disk
-    from draftlab.cli.launch import compose_run
+    from draftlab.cli.launch import compose_run, require_inputs
     from draftlab.runs.provenance import memory_bytes
 
     _, words = split_words(args, most=0)
     settings, composed = compose_run(words)
     hardware = settings.hardware.resolved()
-    estimate = estimate_run(settings)
+    estimate = require_inputs(settings)
     chosen = ", ".join(f"{group}={name}" for group, name in composed.choices.items() if name)
     lines = {
         "choices": chosen,
@@ -49,10 +48,9 @@ def run(args: list[str]) -> int:
         "would write": f"{settings.paths.outputs / (composed.recipe or 'adhoc')}/TIME-ID/",
     }
     if estimate.disk_bytes is None:
-        lines["features"] = "disk unknown: the target is not on this machine, or captures are off"
+        lines["features"] = "none are kept, or how many is unknown until the target is here"
     for name, text in lines.items():
         print(f"{name:<15} {text}")
-    require_disk(estimate, settings.paths.outputs)
     print(f"\nall settings are valid; start it: draftlab train {shlex.join(words)}".rstrip())
     return 0
 

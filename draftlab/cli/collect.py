@@ -34,6 +34,7 @@ from draftlab.targets.target import Target
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_LEAST_ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,13 @@ def encode_prompts(
 ) -> dict[str, list[list[int]]]:
     """Render chats as prompts, by domain; an answer at their end is dropped.
 
+    Prompts that leave the target no room for a short answer are left out, and counted in the log.
+
     Raises:
         DataError: a chat that the template cannot render.
     """
     prompts: dict[str, list[list[int]]] = {}
+    too_long = 0
     for chat in chats:
         question = to_prompt(chat)
         if question is None:
@@ -142,7 +146,12 @@ def encode_prompts(
         ids = encode_prompt(
             target.tokenizer, question.messages, question.tools, template_options or {}
         )
+        if len(ids) + _LEAST_ANSWER_TOKENS > target.spec.max_positions:
+            too_long += 1
+            continue
         prompts.setdefault(question.domain, []).append(ids)
+    if too_long:
+        log.info("%d prompts are longer than %s reads", too_long, target.spec.name)
     return prompts
 
 

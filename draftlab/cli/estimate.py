@@ -58,7 +58,8 @@ def estimate_run(settings: RunSettings) -> Estimate:
         num_prompts = len(reading.conversations)
     sizes = find_target_sizes(settings.target)
     disk = None
-    if sizes and num_prompts is not None and settings.regenerate.capture_features:
+    captures = settings.data.answers == "target" and settings.regenerate.capture_features
+    if sizes and num_prompts is not None and captures:
         answers = num_prompts * settings.regenerate.answers_per_prompt
         tokens = answers * (settings.regenerate.max_new_tokens + _PROMPT_TOKENS)
         disk = tokens * _VECTORS_A_TOKEN * sizes.hidden_size * 2

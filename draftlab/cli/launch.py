@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftlab.cli.drafters import find_drafter_folder
+from draftlab.cli.estimate import Estimate, estimate_run, require_disk
 from draftlab.cli.hardware import launcher_command, launcher_environment
 from draftlab.cli.schema import RunSettings, settings_of
 from draftlab.cli.worker import read_run_settings, work
@@ -27,8 +29,7 @@ def launch_training(words: Sequence[str]) -> RunDir:
         words: key=value words.
 
     Raises:
-        ConfigError: the words do not compose.
-        DraftlabError: a worker process failed.
+        DraftlabError: the words do not compose, what they name is not there, or a worker failed.
         KeyboardInterrupt: with the command that goes on.
     """
     run, settings = prepare_run(words)
@@ -48,7 +49,7 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
     """Compose, check, and find or make the run folder; nothing heavy happens before.
 
     Raises:
-        ConfigError: the words do not compose.
+        DraftlabError: the words do not compose, or what they name is not there.
     """
     named = [word for word in words if word.startswith("resume=")]
     if named and named[-1] not in ("resume=auto", "resume=never"):
@@ -58,6 +59,7 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
     family = settings.paths.outputs / (composed.recipe or "adhoc")
     if settings.resume == "auto" and (run := _interrupted_run(family, digest)):
         return run, read_run_settings(run)
+    require_inputs(settings)
     settings = settings.model_copy(update={"hardware": settings.hardware.resolved()})
     run = create_run(settings.paths.outputs, composed.recipe or "adhoc")
     provenance = collect_provenance(seed=settings.seed)
@@ -80,6 +82,24 @@ def compose_run(words: Sequence[str]) -> tuple[RunSettings, Composed]:
             f"it further pass init={name}"
         )
     return settings_of(RunSettings, composed), composed
+
+
+def require_inputs(settings: RunSettings) -> Estimate:
+    """Refuse what cannot work before anything heavy happens or a folder is made.
+
+    Returns:
+        What the run will take.
+
+    Raises:
+        DataError: a missing data file, or lines that cannot be read.
+        ConfigError: no such drafter to start from, no such target, or a disk too small.
+    """
+    init = settings.init
+    if init is not None and (Path(init).exists() or init.count("/") != 1):
+        find_drafter_folder(init)  # OWNER/NAME would be downloaded here: the worker finds that out
+    estimate = estimate_run(settings)
+    require_disk(estimate, settings.paths.outputs)
+    return estimate
 
 
 def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from draftlab.data.conversations import Message
 from draftlab.data.files import write_whole
 from draftlab.data.packing import Sample
+from draftlab.data.records import Message
 from draftlab.errors import DataError
 from draftlab.shapes import Float, Tensor
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.data.conversations import Conversation, Message
+from draftlab.data.records import Conversation, Message
 from draftlab.data.template import (
     RowProblem,
     decode,

@@ -23,11 +23,17 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.data.chat import check_template, encode_chat
-from draftlab.data.conversations import Conversation
+from draftlab.data.conversations import (
+    Conversation,
+    Reading,
+    describe_bad_lines,
+    list_files,
+    read_files,
+    read_hub,
+)
 from draftlab.data.files import compute_file_sha256, write_whole
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.prompts import load_prompts
-from draftlab.data.reading import Reading, describe_bad_lines, list_files, read_files, read_hub
 from draftlab.data.settings import DataSettings
 from draftlab.data.template import (
     RowProblem,

@@ -16,6 +16,8 @@ class DataSettings(Settings):
         hub_name: name of a data set on the hub; for kind hub.
         hub_subset: its configuration, or None for its only one.
         hub_split: its split.
+        answers: given (those in the data are learned) or target (the target answers the prompts
+            first, and its own answers are learned).
         messages_field: field that holds the chat, or None to look for the usual names.
         domain: domain of rows that name none themselves.
         max_tokens: longest row in tokens; what lies beyond is cut and counted.
@@ -31,6 +33,7 @@ class DataSettings(Settings):
     hub_name: str | None
     hub_subset: str | None
     hub_split: str
+    answers: Literal["given", "target"]
     messages_field: str | None
     domain: str
     max_tokens: PositiveInt
@@ -57,6 +60,11 @@ class DataSettings(Settings):
             )
         if self.kind == "hub" and not self.hub_name:
             raise ValueError("kind=hub needs the data set's name; pass data.hub_name=OWNER/NAME")
+        if self.kind == "builtin" and self.answers == "given":
+            raise ValueError(
+                "answers=given needs answers in the data, but the shipped prompts (kind=builtin) "
+                "have none; pass data.answers=target"
+            )
         if self.kind != "jsonl" and self.paths:
             raise ValueError(
                 f"paths={list(self.paths)} would be ignored with kind={self.kind}; "

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.data.conversations import Message
+from draftlab.data.records import Message
 from draftlab.errors import DataError
 
 _MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

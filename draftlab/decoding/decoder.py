@@ -420,7 +420,13 @@ def _choose_rule(settings: DecodeSettings) -> str:
 def _choose_depth(settings: DecodeSettings, drafter: Drafter | None) -> int:
     if drafter is None:
         return 0
-    return settings.num_draft_tokens or drafter.settings.num_draft_tokens
+    depth = settings.num_draft_tokens or drafter.settings.num_draft_tokens
+    if drafter.max_draft_tokens is not None and depth > drafter.max_draft_tokens:
+        raise ConfigError(
+            f"decode.num_draft_tokens={depth} is more than this {drafter.kind} drafter can propose; "
+            f"expected at most {drafter.max_draft_tokens}"
+        )
+    return depth
 
 
 def _prefill_groups(rows: list[Row], prefill_tokens: int) -> Iterator[list[Row]]:

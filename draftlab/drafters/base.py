@@ -138,6 +138,9 @@ class Drafter(nn.Module, ABC):
     `Eagle3(settings, target, vocab=DraftVocab | None)`. The `TargetView` is kept by reference: its
     weights are never parameters, never saved, never counted.
 
+    `max_draft_tokens` is the deepest chain a drafter can propose, for those with a fixed number of
+    heads or block places; None is any.
+
     Lossless decoding does not depend on a drafter being good, only on the law it reports being the
     law it drew from. What it proposes may depend on the prefix alone (non-anticipation).
     """
@@ -147,6 +150,7 @@ class Drafter(nn.Module, ABC):
     by_kind: ClassVar[dict[str, type["Drafter"]]] = {}
     settings: DrafterSettings
     target: TargetView
+    max_draft_tokens: int | None = None
 
     def __init_subclass__(cls, *, kind: str, settings: type[DrafterSettings]) -> None:
         """Record the kind; the file's name and the kind are the same word."""

@@ -10,6 +10,7 @@ Read `DraftModel.forward`, then `DraftModel.propose`.
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from draftlab.drafters.base import (
     Observation,
     ServingWeights,
 )
+from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
 from draftlab.errors import ConfigError, TargetMismatch, UnsupportedTarget
 from draftlab.objectives.chunked import chunked_scores
@@ -36,9 +38,9 @@ from draftlab.objectives.named import objective
 from draftlab.randomness import Noise, derive_seed
 from draftlab.sampling import draw, greedy_ids, process
 from draftlab.shapes import Float, Int, Tensor
-from draftlab.targets.adapter import HFDoor
+from draftlab.targets.adapter import Door, HFDoor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.fast import FAMILIES
+from draftlab.targets.fast import FAMILIES, FastDoor, refuse_fast_door
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.gate import admit
 from draftlab.targets.model_view import ModelView
@@ -125,10 +127,19 @@ class _Text:
 
 @dataclass(slots=True)
 class DraftModelState:
-    """Sequences and their keys and values."""
+    """Sequences, their keys and values, and the weights laid out for decoding.
+
+    Attributes:
+        texts: by slot.
+        kv: the model's own.
+        door: the fastest way through the layers that serves this model.
+        head: final hidden states to logits.
+    """
 
     texts: list[_Text]
     kv: KVBuffers
+    door: Door
+    head: Callable[[Tensor], Tensor]
 
 
 class _PassingKeys(KVBuffers):
@@ -175,6 +186,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
                 "another model"
             )
         self._kv_heads, self._head_dim = admission.kv_shape
+        self._windows = admission.report["windows"]
         # casting a module casts its rotary table too, and bfloat16 positions are wrong ones
         self._tables = {n: b.clone() for n, b in self.model.named_buffers() if "inv_freq" in n}
 
@@ -232,7 +244,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
 
     @torch.inference_mode()
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> DraftModelState:
-        """Allocate the model's own keys and values."""
+        """Allocate the model's own keys and values, and lay its weights out as they are now."""
         weight = _weight_of(self._door.anatomy.embedding)
         own = KVBuffers(
             num_layers=len(self._door.anatomy.layers),
@@ -243,7 +255,12 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             dtype=weight.dtype,
             device=weight.device,
         )
-        return DraftModelState([_Text() for _ in range(slots)], own)
+        door: Door = self._door
+        head: Callable[[Tensor], Tensor] = self._view.head
+        if refuse_fast_door(self.model, self._view.config) is None:
+            door = FastDoor(self.model, self._view.config, self._windows)
+            head = fuse(_weight_of(self._door.anatomy.head))
+        return DraftModelState([_Text() for _ in range(slots)], own, door, head)
 
     @torch.inference_mode()
     def observe(self, state: DraftModelState, seen: Observation) -> None:
@@ -280,7 +297,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             base = torch.tensor([len(text.ids) for text in texts], device=device)
             longest = max(len(text.ids) for text in texts)
             for k in range(depth):
-                logits = self._view.head(hidden)[:, :known]
+                logits = state.head(hidden)[:, :known]
                 if budget.sampling.is_greedy:
                     chosen = greedy_ids(logits)
                 else:
@@ -294,7 +311,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
                         base=base + k,
                         live=longest + k + 1,
                     )
-                    hidden = self._run(state.kv, step)[:, 0]
+                    hidden = _run(state, step)[:, 0]
             for text, drafts in zip(texts, tokens[index].tolist(), strict=True):
                 text.written.extend(drafts[:-1])
         num_nodes = torch.zeros(len(rows), dtype=torch.int64, device=device)
@@ -396,18 +413,13 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             base=torch.tensor(bases, device=device),
             live=max(bases) + width,
         )
-        final = self._run(state.kv, step)
+        final = _run(state, step)
         for slot, piece in zip(slots, pieces, strict=True):
             text = state.texts[slot]
             text.written.extend(piece)
             text.settled = len(text.written)
         last = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
         return final[torch.arange(len(slots), device=device), last]
-
-    def _run(self, kv: KVBuffers, step: Step) -> Float[Tensor, "R T D"]:
-        final = self._door.forward(kv, step, _FINAL, False).features.final
-        assert final is not None
-        return final
 
     def _head_scale(self) -> float:
         """What the head multiplies logits with, to be applied to hidden states instead."""
@@ -419,6 +431,12 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
                 "it but does not train it: choose another model"
             )
         return (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
+
+
+def _run(state: DraftModelState, step: Step) -> Float[Tensor, "R T D"]:
+    final = state.door.forward(state.kv, step, _FINAL, False).features.final
+    assert final is not None
+    return final
 
 
 def _load(settings: DraftModelSettings, target: TargetView) -> PreTrainedModel:

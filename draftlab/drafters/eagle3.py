@@ -18,6 +18,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from torch import nn
 
 from draftlab.data.batch import TokenBatch
+from draftlab.drafters._eagle_layer import EagleLayer, LayerMatrices, NewPositions, decode_layer
 from draftlab.drafters._unrolling import PickedRows, attend_unrolled, segment_mask, sequence_sums
 from draftlab.drafters._warm_start import final_norm_weight, start_layers
 from draftlab.drafters.base import (
@@ -28,16 +29,7 @@ from draftlab.drafters.base import (
     Observation,
     ServingWeights,
 )
-from draftlab.drafters.layers import (
-    LayerSizes,
-    RMSNorm,
-    Rope,
-    SwiGLU,
-    fuse,
-    rope_of,
-    rotate,
-    signed_sin,
-)
+from draftlab.drafters.layers import LayerSizes, RMSNorm, Rope, fuse, rope_of, signed_sin
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
@@ -46,7 +38,6 @@ from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.sampling import Sampling, draw, greedy_ids, process
 from draftlab.shapes import Bool, Float, Int, Tensor
-from draftlab.targets.attention import attend, tile_mask
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.packing import PackedLinear
@@ -101,64 +92,6 @@ class Eagle3Settings(DraftVocabSettings):
         return self
 
 
-class _Attention(nn.Module):
-    """The projections of an attention; how they meet differs between training and decoding."""
-
-    def __init__(self, sizes: LayerSizes, width_in: int) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(width_in, sizes.heads * sizes.head_dim, bias=False)
-        self.k_proj = nn.Linear(width_in, sizes.kv_heads * sizes.head_dim, bias=False)
-        self.v_proj = nn.Linear(width_in, sizes.kv_heads * sizes.head_dim, bias=False)
-        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
-
-
-class _Layer(nn.Module):
-    """A decoder layer; the first one reads embedding and hidden state side by side."""
-
-    def __init__(self, sizes: LayerSizes, *, is_first: bool, norm_before_residual: bool) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.norm_before_residual = norm_before_residual
-        self.self_attn = _Attention(sizes, 2 * sizes.hidden if is_first else sizes.hidden)
-        self.mlp = SwiGLU(sizes.hidden, sizes.intermediate)
-        self.input_layernorm = RMSNorm(sizes.hidden, sizes.eps)
-        self.hidden_norm = RMSNorm(sizes.hidden, sizes.eps) if is_first else None
-        self.post_attention_layernorm = RMSNorm(sizes.hidden, sizes.eps)
-
-    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the attention's input and the residual."""
-        if self.hidden_norm is None:
-            return self.input_layernorm(hidden), hidden
-        normed = self.hidden_norm(hidden)
-        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return joined, normed if self.norm_before_residual else hidden
-
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Project and turn queries: [B A Hq Dh]."""
-        return rotate(self.self_attn.q_proj(x).unflatten(-1, (-1, self.sizes.head_dim)), cos, sin)
-
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Project keys, turned, and values: [B T H Dh] each."""
-        heads = (-1, self.sizes.head_dim)
-        keys = rotate(self.self_attn.k_proj(x).unflatten(-1, heads), cos, sin)
-        return keys, self.self_attn.v_proj(x).unflatten(-1, heads)
-
-    def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Close the layer: output projection and MLP, each added to the residual stream."""
-        residual = residual + self.self_attn.o_proj(mixed)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeLayer:
-    """A layer's matrices as decoding uses them."""
-
-    qkv: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-
-
 @dataclass(slots=True)
 class Eagle3State:
     """Sequences being drafted for. `committed` mirrors `lengths` on the host.
@@ -187,7 +120,7 @@ class Eagle3State:
     ids: Int[Tensor, " C"]
     cos: Tensor
     sin: Tensor
-    layers: list[_DecodeLayer]
+    layers: list[LayerMatrices]
     head: PackedLinear
 
 
@@ -229,7 +162,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         )
         self.input_norm = RMSNorm(len(taps) * width, sizes.eps) if settings.norm_before_fc else None
         self.layers = nn.ModuleList(
-            _Layer(sizes, is_first=i == 0, norm_before_residual=settings.norm_before_residual)
+            EagleLayer(sizes, is_first=i == 0, norm_before_residual=settings.norm_before_residual)
             for i in range(settings.num_layers)
         )
         self.norm = RMSNorm(width, sizes.eps)
@@ -383,8 +316,8 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
         )
 
-    def _layers(self) -> list[_Layer]:
-        return [layer for layer in self.layers if isinstance(layer, _Layer)]
+    def _layers(self) -> list[EagleLayer]:
+        return [layer for layer in self.layers if isinstance(layer, EagleLayer)]
 
     # ---------------------------------------------------------------- decoding
 
@@ -415,7 +348,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             ids=ids,
             cos=cos.to(dtype),
             sin=sin.to(dtype),
-            layers=[_fuse_layer(layer) for layer in self._layers()],
+            layers=[LayerMatrices.of(layer) for layer in self._layers()],
             head=fuse(self.lm_head[: ids.shape[0]].to(dtype)),  # padding rows come last
         )
 
@@ -432,7 +365,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         last = (seen.lengths - 1).clamp_min(0)
         for slot, count in zip(slots, counts, strict=True):
             state.committed[slot] += count
-        where = _Where(
+        where = NewPositions(
             rows=seen.rows,
             positions=(base.unsqueeze(1) + columns).clamp_max(state.capacity),
             live=max(state.committed[slot] for slot in slots),
@@ -463,16 +396,17 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         is_prefix, is_level = slots == list(range(len(slots))), len(set(known)) == 1
         hidden, logits = state.hidden[rows], state.logits[rows]
         law = None if budget.sampling.is_greedy else Sampling(budget.sampling.temperature)
+        first = torch.zeros_like(rows)
         tokens, laws = [], []
         for k in range(depth):
             if k > 0:
-                where = _Where(
+                where = NewPositions(
                     rows=rows,
                     positions=(lengths + (k - 1)).clamp_max(state.capacity).unsqueeze(1),
                     live=min(max(known) + k, state.capacity + 1),
                     is_prefix=is_prefix,
                     is_level=is_level,
-                    last=None,
+                    last=first,
                 )
                 embedded = self._embed(tokens[-1].unsqueeze(1))
                 hidden = self._advance(state, where, embedded, hidden.unsqueeze(1))
@@ -506,32 +440,21 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             state.committed[slot] = 0
 
     def _advance(
-        self, state: Eagle3State, where: "_Where", embedded: Tensor, hidden: Tensor
+        self, state: Eagle3State, where: NewPositions, embedded: Tensor, hidden: Tensor
     ) -> Float[Tensor, "R D"]:
         """Run new positions [R W] through the layers; give the residual stream of one a row."""
-        heads, kv_heads = self.sizes.heads, self.sizes.kv_heads
-        cos, sin = state.cos[where.positions], state.sin[where.positions]
-        flat = state.kv.flat_slots(where.rows, where.positions)
-        mask = where.mask(heads // kv_heads)
+        angles = state.cos[where.positions], state.sin[where.positions]
         for i, (layer, matrices) in enumerate(zip(self._layers(), state.layers, strict=True)):
-            x, residual = layer.read(embedded, hidden)
-            mixed = matrices.qkv(x).unflatten(-1, (-1, self.sizes.head_dim))
-            turned = rotate(mixed[..., : heads + kv_heads, :], cos, sin).transpose(1, 2)
-            queries, keys = turned.split([heads, kv_heads], dim=1)
-            state.kv.write(i, flat, keys, mixed[..., heads + kv_heads :, :].transpose(1, 2))
-            if where.last is not None and i == len(state.layers) - 1:
-                # only the last position is asked for; the others are there for their keys
-                row = torch.arange(x.shape[0], device=x.device)
-                queries = queries[row, :, where.last].unsqueeze(2)
-                residual = residual[row, where.last].unsqueeze(1)
-                mask = where.last_mask(heads // kv_heads)
-            past_keys, past_values = state.kv.read(
-                i, where.rows, where.live, is_prefix=where.is_prefix
+            hidden = decode_layer(
+                layer,
+                matrices,
+                i,
+                (embedded, hidden),
+                where,
+                state.kv,
+                angles,
+                only_last=i == len(state.layers) - 1 and where.positions.shape[1] > 1,
             )
-            seen = attend(queries, past_keys, past_values, mask, scale=self.sizes.head_dim**-0.5)
-            residual = matrices.out.add_to(residual, seen.flatten(2))
-            gate, up = matrices.gate_up(layer.post_attention_layernorm(residual)).chunk(2, dim=-1)
-            hidden = matrices.down.add_to(residual, nn.functional.silu(gate) * up)
         return hidden[:, 0]
 
     # ---------------------------------------------------------------- serving
@@ -578,35 +501,6 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
-    """New positions of a decoding pass and what they may look at.
-
-    `is_level` says that every row ends at the same slot `live`, so no mask is needed.
-    """
-
-    rows: Int[Tensor, " R"]
-    positions: Int[Tensor, "R W"]
-    live: int
-    is_prefix: bool
-    is_level: bool
-    last: Int[Tensor, " R"] | None
-
-    def mask(self, groups: int) -> Tensor | None:
-        """True where a position may look, tiled for grouped heads."""
-        if self.is_level:
-            return None
-        slots = torch.arange(self.live, device=self.positions.device)
-        return tile_mask(slots <= self.positions.unsqueeze(2), groups)
-
-    def last_mask(self, groups: int) -> Tensor:
-        """Mask of each row's last counting position."""
-        assert self.last is not None
-        slots = torch.arange(self.live, device=self.positions.device)
-        own = self.positions.gather(1, self.last.unsqueeze(1))
-        return tile_mask(slots <= own.unsqueeze(2), groups)
-
-
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Choose a low, a middle and a high tap: 2, L // 2, L - 3, as every server does by default.
 
@@ -615,13 +509,3 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     if num_layers >= 7:
         return (2, num_layers // 2, num_layers - 3)
     return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
-
-
-def _fuse_layer(layer: _Layer) -> _DecodeLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _DecodeLayer(
-        qkv=fuse(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-        out=fuse(attention.o_proj.weight),
-        gate_up=fuse(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=fuse(mlp.down_proj.weight),
-    )

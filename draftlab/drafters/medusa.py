@@ -111,6 +111,9 @@ class ResidualBlocks(nn.Module):
 class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
     """K residual heads that read the target's final hidden state."""
 
+    # a plain attribute: the target's weights are never parameters, never saved
+    _tied_rows: Tensor | None
+
     def __init__(
         self, settings: MedusaSettings, target: TargetView, vocab: DraftVocab | None = None
     ) -> None:
@@ -126,8 +129,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         self.blocks = nn.ModuleList(
             ResidualBlocks(width, settings.num_blocks) for _ in range(count)
         )
-        # a plain attribute: the target's weights are never parameters, never saved
-        self._tied_rows: Tensor | None = rows if settings.head == "tied" else None
+        self._tied_rows = rows if settings.head == "tied" else None
         self.downs = nn.ModuleList()
         self.lm_heads = nn.ModuleList()
         if settings.head == "own":
@@ -250,11 +252,9 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
 
     @property
     def _matrices(self) -> list[Tensor]:
-        return (
-            [head.weight for head in self.lm_heads]
-            if self._tied_rows is None
-            else [self._tied_rows]
-        )
+        if self._tied_rows is not None:
+            return [self._tied_rows]
+        return [head.get_parameter("weight") for head in self.lm_heads]
 
     def _into_head(self, k: int, hidden: Float[Tensor, "N D"]) -> Tensor:
         """Compute what the last matrix of head k multiplies."""

@@ -177,11 +177,17 @@ def load_drafter(folder: Path, view: TargetView) -> Drafter:
     vocab = None if ids is None else DraftVocab(ids, view.spec.vocab_size)
     drafter = _construct(card.settings, view, vocab)
     own = drafter.state_dict(keep_vars=True)
-    expected = {name for name in own if name not in card.aliases}
-    if expected != set(tensors) or any(own[n].shape != t.shape for n, t in tensors.items()):
+    tensors |= {name: tensors[source] for name, source in card.aliases.items()}
+    problems = [f"it has no {name}" for name in sorted(set(own) - set(tensors))]
+    problems += [f"it has {name}" for name in sorted(set(tensors) - set(own))]
+    for name in sorted(set(own) & set(tensors)):
+        if own[name].shape != tensors[name].shape:
+            found, wanted = list(tensors[name].shape), list(own[name].shape)
+            problems.append(f"{name} has shape {found}, not {wanted}")
+    if problems:
         raise CheckpointError(
-            f"{path} does not fit its own settings: expected {_shapes(own, expected)}, found "
-            f"{_shapes(tensors, set(tensors))}; use another checkpoint"
+            f"{path} does not fit its own settings: {'; '.join(problems[:4])}; use another "
+            "checkpoint"
         )
     for name, tensor in tensors.items():
         own[name].data = tensor  # the parameter stays the one that others may be tied to
@@ -214,10 +220,6 @@ def _own_tensors(drafter: Drafter) -> tuple[dict[str, Tensor], dict[str, str]]:
             first[place] = name
             tensors[name] = tensor.detach().cpu().contiguous().clone()
     return tensors, aliases
-
-
-def _shapes(tensors: dict[str, Tensor], names: set[str]) -> str:
-    return ", ".join(f"{name} {list(tensors[name].shape)}" for name in sorted(names))
 
 
 def _sha256(path: Path) -> str:

@@ -6,13 +6,15 @@ In: generations with their step records. Out: `AcceptanceStats`. Read first: com
 from collections.abc import Callable, Sequence
 
 from draftlab.decoding.records import Generation, StepRecord
-from draftlab.evaluation.intervals import mean_estimate, ratio_estimate
+from draftlab.evaluation.intervals import NUM_DRAWS, mean_estimate, ratio_estimate
 from draftlab.evaluation.results import AcceptanceStats, Estimate
 
 REPEAT_LENGTH = 16
 
 
-def compute_acceptance(generations: Sequence[Generation], *, seed: int) -> AcceptanceStats:
+def compute_acceptance(
+    generations: Sequence[Generation], *, seed: int, num_draws: int = NUM_DRAWS
+) -> AcceptanceStats:
     """Compute acceptance over prompts, each with a cluster-bootstrap interval.
 
     Generations without a verify step (one-token answers) say nothing and are left out.
@@ -20,6 +22,7 @@ def compute_acceptance(generations: Sequence[Generation], *, seed: int) -> Accep
     Args:
         generations: answers of one drafter.
         seed: of the bootstrap.
+        num_draws: bootstrap samples behind each interval.
     """
     clusters = [g for g in generations if g.steps]
     steps = [step for g in clusters for step in g.steps]
@@ -32,6 +35,7 @@ def compute_acceptance(generations: Sequence[Generation], *, seed: int) -> Accep
             [sum(map(over, g.steps)) for g in clusters],
             [sum(map(under, g.steps)) for g in clusters],
             seed=seed,
+            num_draws=num_draws,
         )
 
     survival = tuple(ratio(_accepted_at(k), _one) for k in range(1, depth + 1))
@@ -46,7 +50,9 @@ def compute_acceptance(generations: Sequence[Generation], *, seed: int) -> Accep
         num_emitted=sum(s.num_emitted for s in steps),
         tau=ratio(lambda s: s.num_emitted, _one),
         tau_macro=mean_estimate(
-            [sum(s.num_emitted for s in g.steps) / len(g.steps) for g in clusters], seed=seed
+            [sum(s.num_emitted for s in g.steps) / len(g.steps) for g in clusters],
+            seed=seed,
+            num_draws=num_draws,
         ),
         tau_uncut=tau_uncut,
         accepted_per_step=ratio(lambda s: s.num_accepted, _one),
@@ -60,11 +66,13 @@ def compute_acceptance(generations: Sequence[Generation], *, seed: int) -> Accep
             [len(repeated_positions(g.output_ids)) for g in clusters],
             [len(g.output_ids) for g in clusters],
             seed=seed,
+            num_draws=num_draws,
         ),
         tau_without_repeats=ratio_estimate(
             [sum(s.num_emitted for s in kept) for kept in fresh],
             [len(kept) for kept in fresh],
             seed=seed,
+            num_draws=num_draws,
         ),
     )
 

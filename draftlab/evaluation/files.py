@@ -81,8 +81,10 @@ def write_eval(
     """
     arms = {record.arm for record in records}
     answers, steps = folder / "generations.jsonl", folder / "steps.jsonl"
-    _write_lines(answers, _other_arms(answers, arms), (_answer_row(r, decode_text) for r in records))
-    _write_lines(steps, _other_arms(steps, arms), (row for r in records for row in _step_rows(r)))
+    answer_rows = (_answer_row(record, decode_text) for record in records)
+    _write_lines(answers, _other_arms(answers, arms), answer_rows)
+    step_rows = (row for record in records for row in _step_rows(record))
+    _write_lines(steps, _other_arms(steps, arms), step_rows)
     # last: where it stands, the lines stand too
     write_json(folder / "summary.json", result_to_json(result))
 

@@ -6,6 +6,7 @@ In: one number (or one numerator and denominator) a prompt. Out: `Estimate`.
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -82,9 +83,7 @@ def paired_estimate(over: Sequence[ArrayLike], under: Sequence[ArrayLike]) -> Es
 def _bootstrap(
     over: NDArray[np.float64], under: NDArray[np.float64], method: str, seed: int, num_draws: int
 ) -> tuple[float, float]:
-    def ratio(
-        a: NDArray[np.float64], b: NDArray[np.float64], axis: int = -1
-    ) -> NDArray[np.float64]:
+    def ratio(a: NDArray[np.float64], b: NDArray[np.float64], axis: int = -1) -> Any:
         return a.sum(axis=axis) / b.sum(axis=axis)
 
     with warnings.catch_warnings():

@@ -194,12 +194,15 @@ def eagle3_limits(
             f"It can say {config['draft_vocab_size']} of the target's {config['vocab_size']} "
             "tokens; the others always come from the target itself."
         )
-    note = (
-        "SGLang finds its own layer numbers in `eagle_config`, but this was not run there."
-        if not config["norm_before_residual"] and config["num_hidden_layers"] == 1
-        else "Not for SGLang or TensorRT-LLM: they compute `norm_before_residual` and further "
-        "layers otherwise."
-    )
+    if config["norm_before_residual"] or config["num_hidden_layers"] > 1:
+        note = (
+            "Not for SGLang or TensorRT-LLM: they compute `norm_before_residual` and layers after "
+            "the first otherwise."
+        )
+    elif config["eagle_aux_hidden_state_layer_ids"][-1] == target.spec.num_layers:
+        note = "Not for SGLang: it cannot read the hidden state after the target's last layer."
+    else:
+        note = "SGLang finds its own layer numbers in `eagle_config`, but this was not run there."
     return [*limits, note]
 
 

@@ -71,6 +71,12 @@ def write_card(path: Path, card: Card, spec: TargetSpec, history: Mapping[str, A
         "tokenizer checksum": spec.tokenizer_sha256[:16],
         "longest sequence": f"{spec.max_positions} tokens",
     }
+    limits = list(card.limits)
+    if spec.quantisation != "none":
+        limits.append(
+            f"Made for weights that are {spec.quantisation}: with others the output is theirs and "
+            "stays exact, but fewer drafts may be accepted."
+        )
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {card.title}",
@@ -80,7 +86,7 @@ def write_card(path: Path, card: Card, spec: TargetSpec, history: Mapping[str, A
         card.usage,
         f"## Target\n\n{_table(facts)}",
         f"## Training\n\n{_table(_flat(history)) if history else 'Nothing is recorded.'}",
-        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in card.limits),
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits),
         "Checksums of all files are in SHA256SUMS (`sha256sum -c SHA256SUMS`). Written by "
         "draftlab.",
     ]
@@ -92,7 +98,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
-        else:
+        elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
 

@@ -5,7 +5,6 @@ In: two `Evaluation`s of the same conditions. Out: a `Table`. Read first: compar
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from draftlab.errors import ConfigError
 from draftlab.evaluation.files import Evaluation
@@ -19,6 +18,8 @@ from draftlab.evaluation.results import (
 )
 from draftlab.reports import words
 from draftlab.reports.tables import Cell, Row, Table
+
+_ROUNDING = 1e-9
 
 
 def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A", "B")) -> Table:
@@ -85,8 +86,8 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
 class _Sums:
     """Of one arm and prompt: tokens decoded, verify steps, decode seconds."""
 
-    tokens: float
-    steps: float
+    tokens: int
+    steps: int
     seconds: float
 
 
@@ -99,7 +100,7 @@ def _sums(evaluation: Evaluation, arm: str) -> dict[_Place, _Sums]:
     for row in evaluation.answers:
         if row["arm"] == arm:
             place = (row["phase"], row["domain"], row["prompt"])
-            old = sums.get(place, _Sums(0, 0, 0))
+            old = sums.get(place, _Sums(0, 0, 0.0))
             sums[place] = _Sums(
                 old.tokens + row["num_decoded_tokens"],
                 old.steps + row["num_steps"],
@@ -154,14 +155,14 @@ class _Pair:
 def _column(
     sums: dict[_Place, _Sums], places: list[_Place], of: Callable[[_Sums], float]
 ) -> list[float]:
-    return [of(sums[place]) for place in places]
+    return [float(of(sums[place])) for place in places]
 
 
-def _tokens(sums: _Sums) -> float:
+def _tokens(sums: _Sums) -> int:
     return sums.tokens
 
 
-def _steps(sums: _Sums) -> float:
+def _steps(sums: _Sums) -> int:
     return sums.steps
 
 
@@ -193,12 +194,13 @@ def _figure(estimate: Estimate) -> Cell:
 
 
 def _change(change: Estimate) -> Cell:
-    def signed(value: Any) -> str:
-        return f"{100 * (value - 1):+.1f}"
+    def signed(value: float) -> str:
+        # + 0.0 turns a rounded -0.0 into 0.0
+        return f"{round(100 * (value - 1), 1) + 0.0:+.1f}"
 
     if change.value is None:
         return Cell(words.NOTHING)
-    if change.low is None:
+    if change.low is None or change.high is None:
         return Cell(f"{signed(change.value)} %")
     return Cell(f"{signed(change.value)} %", f"{signed(change.low)} to {signed(change.high)}")
 
@@ -206,6 +208,6 @@ def _change(change: Estimate) -> Cell:
 def _reading(change: Estimate) -> str:
     if change.low is None or change.high is None:
         return "too few prompts to tell"
-    if change.low > 1:
+    if change.low > 1 + _ROUNDING:
         return "higher"
-    return "lower" if change.high < 1 else "no clear difference"
+    return "lower" if change.high < 1 - _ROUNDING else "no clear difference"

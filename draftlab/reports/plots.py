@@ -185,13 +185,15 @@ def _points(
     *,
     horizontal: bool,
 ) -> None:
-    known = [
-        (place, e.value, e.value - (e.value if e.low is None else e.low), (e.high or e.value) - e.value)
-        for place, e in zip(places, estimates, strict=True)
-        if e.value is not None
-    ]
-    at, values = [k[0] for k in known], [k[1] for k in known]
-    bars = [[max(0.0, k[2]) for k in known], [max(0.0, k[3]) for k in known]]
+    at, values, below, above = [], [], [], []
+    for place, estimate in zip(places, estimates, strict=True):
+        if estimate.value is not None:
+            low, high = estimate.low, estimate.high
+            at.append(place)
+            values.append(estimate.value)
+            below.append(0.0 if low is None else max(0.0, estimate.value - low))
+            above.append(0.0 if high is None else max(0.0, high - estimate.value))
+    bars = [below, above]
     style = {"fmt": "o", "markersize": 4.5, "color": colour, "elinewidth": 1.3, "label": label}
     if horizontal:
         axes.errorbar(values, at, xerr=bars, **style)

@@ -156,7 +156,7 @@ def domain_table(arm: ArmResult) -> Table:
     ]
     remarks = []
     if slow:
-        remarks.append(f"Slower than plain decoding on: {', '.join(slow)}.")
+        remarks.append(f"Measured slower than plain decoding on: {', '.join(slow)}.")
     if any(d.speed and d.speed.speedup.low is None for d in arm.domains):
         remarks.append(
             f"* fewer than {MIN_PROMPTS_FOR_INTERVAL} prompts timed in this domain: the ratio is "

@@ -184,11 +184,12 @@ def _arm_line(arm: ArmResult, result: EvalResult) -> str:
 
 def why_not_faster(name: str, speed: SpeedStats) -> str:
     """Say in one sentence what a drafter's speed is up against."""
+    cost = number(speed.step_ratio)
+    end = "" if speed.tau <= speed.step_ratio else ", too little above it to be told from noise"
     return (
-        f"Why: a verify step of {name} costs {number(speed.step_ratio)} plain steps (drafting "
+        f"Why: a verify step of {name} costs {cost} plain steps (drafting "
         f"{number(speed.draft_ratio)}, verification {number(speed.verify_ratio)}), so tau must "
-        f"exceed {number(speed.step_ratio)} to pay off; on the timed answers it is "
-        f"{number(speed.tau)}."
+        f"exceed {cost} to pay off; on the timed answers it is {number(speed.tau)}{end}."
     )
 
 

@@ -246,7 +246,8 @@ def _run_hydra(
         raise ConfigError(f"cannot compose {primary}: {_one_line(error)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{primary}.yaml holds {type(data).__name__}; expected keys and values")
-    choices = {group: name for group, name in chosen.items() if not group.startswith("hydra/")}
+    # Hydra tells them last first
+    choices = {g: chosen[g] for g in reversed(list(chosen)) if not g.startswith("hydra/")}
     return {str(key): value for key, value in data.items()}, choices
 
 

@@ -302,6 +302,19 @@ def _make_attention(current: _Current) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
+@runtime_checkable
+class Door(Protocol):
+    """A way through the target's layers; all doors of a target compute the same function."""
+
+    name: str
+
+    def forward(
+        self, kv: KVBuffers, step: Step, request: FeatureRequest, wants_logits: bool
+    ) -> StepOutput:
+        """Run new tokens of some rows, writing their keys and values."""
+        ...
+
+
 class HFDoor:
     """The reference way through a target: transformers' own modules over our memory.
 

@@ -50,6 +50,15 @@ def refuse_fast_door(model: nn.Module, config: dict[str, Any]) -> str | None:
     return None
 
 
+def layer_windows(config: dict[str, Any]) -> list[int | None]:
+    """Give the sliding window of each layer as the config tells it, tokens, or None."""
+    count, window = int(config["num_hidden_layers"]), config.get("sliding_window")
+    types = config.get("layer_types")
+    if types is not None:
+        return [window if kind == "sliding_attention" else None for kind in types[:count]]
+    return [window if config["model_type"] == "mistral" else None] * count
+
+
 @dataclass(slots=True)
 class _Layer:
     qkv: PackedLinear

@@ -16,7 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import ConfigError, UnsupportedTarget
 from draftlab.targets.demo import DEMO_NAME, DEMO_QUANTISATION, prepare_demo
+from draftlab.targets.fast import FastDoor, refuse_fast_door
 from draftlab.targets.gguf import read_gguf
+from draftlab.targets.self_check import compare_doors
 from draftlab.targets.settings import TargetSettings
 from draftlab.targets.target import Target, build_target
 from draftlab.targets.tiny import build_tiny_model, tiny_tokenizer
@@ -64,9 +66,45 @@ def load_target(settings: TargetSettings) -> Target:
         source=settings.source,
         quantisation=quantisation,
     )
+    choose_kernels(target, settings.kernels)
     if commit := getattr(model.config, "_commit_hash", None):
         target.report["revision"] = commit
     return target
+
+
+def choose_kernels(target: Target, kernels: str) -> None:
+    """Put the fast pass in place where it serves the target and equals the reference.
+
+    Args:
+        target: just built, on the reference.
+        kernels: auto, reference or fast.
+
+    Raises:
+        ConfigError: fast was asked for and cannot serve this target.
+        UnsupportedTarget: fast was asked for and gives other numbers.
+    """
+    if kernels == "reference":
+        return
+    refusal = target.speculation_refusal or refuse_fast_door(target.model, target.config)
+    if refusal is None and target.kv_shape is not None:
+        with torch.inference_mode():
+            door = FastDoor(target.model, target.config, target.report["windows"])
+        try:
+            found = compare_doors(target.reference, door, target.view, target.kv_shape)
+        except UnsupportedTarget as error:
+            if kernels == "fast":
+                raise
+            refusal = str(error)
+        else:
+            target.report.update(found)
+            target.use_door(door)
+            return
+    if kernels == "fast":
+        raise ConfigError(
+            f"target.kernels=fast does not serve {target.spec.name}: {refusal}; pass "
+            "target.kernels=auto"
+        )
+    target.report["fast_refusal"] = refusal
 
 
 def _read(settings: TargetSettings, dtype: torch.dtype) -> tuple[PreTrainedModel, Any, str, str]:

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.errors import UnsupportedTarget
 from draftlab.shapes import Float, Int, Tensor
-from draftlab.targets.adapter import HFDoor, ProbeReport
+from draftlab.targets.adapter import Door, HFDoor, ProbeReport
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.model_view import ModelView
@@ -42,11 +42,7 @@ def check_numbers(
     Raises:
         UnsupportedTarget: something differs by more than rounding.
     """
-    count = view.spec.num_token_ids
-    prompts = [
-        (torch.arange(length, device=view.device) * 7919 + 104729 * (row + 1)) % count
-        for row, length in enumerate(_LENGTHS)
-    ]
+    prompts = _prompts(view)
     # caps and sinks are dropped in silence, or refused, by some versions' fused attention
     if probe.has_softcap or probe.has_sinks:
         reference.plain_attention = "eager"
@@ -60,15 +56,7 @@ def check_numbers(
     logits = [_given(out.logits)[0] for out in whole]
     finals = [_given(out.features.final)[0] for out in whole]
     with torch.inference_mode():
-        kv = KVBuffers(
-            num_layers=view.spec.num_layers,
-            num_kv_heads=kv_shape[0],
-            head_dim=kv_shape[1],
-            slots=len(prompts),
-            capacity=max(_LENGTHS) + 8,
-            dtype=view.dtype,
-            device=view.device,
-        )
+        kv = _open_kv(view, kv_shape)
         stepwise = _run_stepwise(reference, kv, prompts)
         found = {
             "stepwise_difference": _difference(stepwise, logits),
@@ -90,11 +78,81 @@ def check_numbers(
             )
     return found | {
         "tolerance": tolerance,
-        "compared_with": plain or reference.plain_attention,
+        "compared_with": reference.plain_attention,
         "windows": [probe.windows[i] for i in sorted(probe.windows)],
         "has_softcap": probe.has_softcap,
         "has_sinks": probe.has_sinks,
     }
+
+
+def compare_doors(
+    reference: HFDoor, other: Door, view: ModelView, kv_shape: tuple[int, int]
+) -> dict[str, Any]:
+    """Compare another way through a target with the reference: logits, every tap, final states.
+
+    Ragged rows, a tree, and a lone token whose row has garbage behind it.
+
+    Returns:
+        Relative differences and whether wide passes of `other` equal narrow ones bit for bit.
+
+    Raises:
+        UnsupportedTarget: they differ by more than rounding.
+    """
+    prompts = _prompts(view)
+    request = FeatureRequest(tuple(range(1, view.spec.num_layers + 1)), wants_final=True)
+    rows = torch.arange(len(prompts), device=view.device)
+    ids = torch.stack([prompt[:8] for prompt in prompts])
+    base = torch.tensor([8, 5, 2], device=view.device)
+    sees = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], device=view.device) > 0
+    depths = torch.tensor([0, 1, 1], device=view.device)
+    steps = (
+        Step(rows, ids, torch.zeros_like(rows), 8),
+        Step(rows, ids[:, :3], base, 16, depths.expand(3, -1), sees.expand(3, -1, -1)),
+        Step(rows[1:2], ids[1:2, :1], base[1:2], 16),
+    )
+    differences: dict[str, float] = {"logits": 0.0, "taps": 0.0, "final": 0.0}
+    with torch.inference_mode():
+        ours, theirs = _open_kv(view, kv_shape), _open_kv(view, kv_shape)
+        for step in steps:
+            expected = reference.forward(theirs, step, request, True)
+            found = other.forward(ours, step, request, True)
+            for name, a, b in (
+                ("logits", found.logits, expected.logits),
+                ("taps", found.features.taps, expected.features.taps),
+                ("final", found.features.final, expected.features.final),
+            ):
+                gap = _difference([_given(a).flatten(0, -2)], [_given(b).flatten(0, -2)])
+                differences[name] = max(differences[name], gap)
+        is_row_invariant = _is_row_invariant(other, ours, prompts)
+    tolerance = _TOLERANCE[view.dtype]
+    for name, value in differences.items():
+        if not value <= tolerance:
+            raise UnsupportedTarget(
+                f"the {other.name} kernels give other {name} than transformers' modules: relative "
+                f"difference {value:.3g}, expected at most {tolerance}"
+            )
+    found = {f"{other.name}_{name}_difference": value for name, value in differences.items()}
+    return {**found, "wide_equals_narrow": is_row_invariant}
+
+
+def _prompts(view: ModelView) -> list[Int[Tensor, " T"]]:
+    count = view.spec.num_token_ids
+    return [
+        (torch.arange(length, device=view.device) * 7919 + 104729 * (row + 1)) % count
+        for row, length in enumerate(_LENGTHS)
+    ]
+
+
+def _open_kv(view: ModelView, kv_shape: tuple[int, int]) -> KVBuffers:
+    return KVBuffers(
+        num_layers=view.spec.num_layers,
+        num_kv_heads=kv_shape[0],
+        head_dim=kv_shape[1],
+        slots=len(_LENGTHS),
+        capacity=max(_LENGTHS) + 8,
+        dtype=view.dtype,
+        device=view.device,
+    )
 
 
 def _run_stepwise(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -> list[Tensor]:
@@ -155,7 +213,7 @@ def _run_chain(
             pieces[row][first + column] = found[row, column]
 
 
-def _is_row_invariant(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -> bool:
+def _is_row_invariant(door: Door, kv: KVBuffers, prompts: list[Tensor]) -> bool:
     """Tell whether a pass 5 tokens wide equals 5 passes of one token, bit for bit."""
     device = prompts[0].device
     ids = torch.stack([prompt[:5] for prompt in prompts])
@@ -164,7 +222,7 @@ def _is_row_invariant(reference: HFDoor, kv: KVBuffers, prompts: list[Tensor]) -
     def logits(columns: Int[Tensor, "R T"], base: int) -> Float[Tensor, "R T V"]:
         start = torch.full_like(rows, base)
         step = Step(rows, columns, start, kv.capacity)
-        return _given(reference.forward(kv, step, _NO_FEATURES, True).logits)
+        return _given(door.forward(kv, step, _NO_FEATURES, True).logits)
 
     wide = logits(ids, 0)
     narrow = torch.cat([logits(ids[:, t : t + 1], t) for t in range(5)], dim=1)

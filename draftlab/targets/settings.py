@@ -1,6 +1,6 @@
 """Keys of conf/target/*.yaml. No torch here: commands that only compose import this."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -41,7 +41,7 @@ class TargetSettings(Settings):
     cache_dir: str
 
     @model_validator(mode="after")
-    def _name_where_needed(self) -> Self:
+    def _name_where_needed(self) -> "TargetSettings":
         needs_name = self.source in ("local", "gguf", "hub")
         if needs_name and not self.name:
             what = {"local": "a folder", "gguf": "a .gguf file", "hub": "a hub id"}[self.source]

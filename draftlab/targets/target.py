@@ -4,7 +4,7 @@ Read Target.run, then Target.read_features. How a pass is computed stands behind
 reference door is transformers' own modules (adapter.py).
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draftlab.data.batch import TokenBatch
 from draftlab.errors import TargetMismatch, UnsupportedTarget
 from draftlab.shapes import Bool, Float, Int, Tensor
-from draftlab.targets.adapter import HFDoor
+from draftlab.targets.adapter import Door, HFDoor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.fingerprint import fingerprint_tokenizer, fingerprint_weights
@@ -20,19 +20,6 @@ from draftlab.targets.gate import Admission, admit
 from draftlab.targets.model_view import ModelView
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step, StepOutput
-
-
-@runtime_checkable
-class Door(Protocol):
-    """A way through the target's layers; all doors of a target compute the same function."""
-
-    name: str
-
-    def forward(
-        self, kv: KVBuffers, step: Step, request: FeatureRequest, wants_logits: bool
-    ) -> StepOutput:
-        """Run new tokens of some rows, writing their keys and values."""
-        ...
 
 
 class Target:
@@ -49,6 +36,9 @@ class Target:
             target still trains drafters and answers through `forward_plainly`.
         report: what the gate found at load, for provenance and `draftlab doctor`.
         model: the transformers model, frozen.
+        reference: the way through transformers' own modules.
+        door: the way passes take.
+        kv_shape: key heads and head width of our memory; None where it cannot be used.
     """
 
     def __init__(
@@ -83,7 +73,7 @@ class Target:
         self.speculation_refusal = admission.refusal
         self.report: dict[str, Any] = dict(admission.report)
         self.reference = reference
-        self._kv_shape = admission.kv_shape
+        self.kv_shape = admission.kv_shape
         self.use_door(door or reference)
 
     def use_door(self, door: Door) -> None:
@@ -144,7 +134,7 @@ class Target:
         """
         request.check(self.spec.num_layers)
         batch = batch.to(self.device)
-        if self._kv_shape is None:
+        if self.kv_shape is None:
             return self._read_features_plainly(batch, request)
         slots, length = batch.input_ids.shape
         step = Step(
@@ -183,12 +173,12 @@ class Target:
                 self.reference.attach()
 
     def _require_memory(self) -> tuple[int, int]:
-        if self._kv_shape is None:
+        if self.kv_shape is None:
             raise UnsupportedTarget(
                 f"target {self.spec.name} cannot decode speculatively: {self.speculation_refusal}; "
                 "training, teacher-forced evaluation and plain answering still work"
             )
-        return self._kv_shape
+        return self.kv_shape
 
     def _read_features_plainly(self, batch: TokenBatch, request: FeatureRequest) -> TargetFeatures:
         """Run each sample alone: where rows or padding could touch each other, none are there."""

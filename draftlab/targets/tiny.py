@@ -31,7 +31,12 @@ _TEMPLATE = (
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
     "gemma3": {
         "model_type": "gemma3_text",
         "sliding_window": 8,

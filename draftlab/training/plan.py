@@ -26,7 +26,8 @@ class TrainingPlan:
     """Everything that must be equal for a resumed training to be exact.
 
     Attributes:
-        drafter_kind: what is trained.
+        drafter: the drafter's settings as plain data.
+        target_checksum: fingerprint of the target's weights.
         optim: OptimSettings as plain data.
         limits: max_steps, max_epochs, max_minutes and precision, as plain data.
         rows_checksum: fingerprint of the packed data.
@@ -36,7 +37,8 @@ class TrainingPlan:
         total_steps: optimizer steps.
     """
 
-    drafter_kind: str
+    drafter: dict[str, Any]
+    target_checksum: str
     optim: dict[str, Any]
     limits: dict[str, Any]
     rows_checksum: str

@@ -20,16 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 
 from draftlab.drafters.base import Drafter
 from draftlab.drafters.store import save_drafter
-from draftlab.errors import CheckpointError, ConfigError, DraftlabError
+from draftlab.errors import CheckpointError, DraftlabError
 from draftlab.randomness import Noise
-from draftlab.shapes import Tensor
 from draftlab.targets.target import Target
 from draftlab.training.averaging import WeightAverage
 from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state, write_state
@@ -37,24 +33,18 @@ from draftlab.training.loss import DrafterLoss
 from draftlab.training.meter import Meter
 from draftlab.training.optim import build_optimizers, set_lr, trainable_parameters
 from draftlab.training.plan import TrainingPlan, measure_steps_in_time, steps_within_limits
+from draftlab.training.processes import start_accelerator
 from draftlab.training.progress import ProgressDisplay
 from draftlab.training.rows import TrainingRows
 from draftlab.training.sampler import RowOrder
 from draftlab.training.schedule import lr_factor
 from draftlab.training.settings import OptimSettings, TrainSettings
+from draftlab.training.state import TrainingState
 
 log = logging.getLogger(__name__)
 
 Probe = Callable[[int, Drafter], dict[str, float] | None]
 LogNumbers = Callable[..., None]
-
-_REPLICATED = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_XPU,
-    DistributedType.MULTI_NPU,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +118,7 @@ class Trainer:
         self._folder = CheckpointFolder(folder)
         self._resume_from = self._choose_checkpoint(resume_from)
 
-        self.accelerator = _start_accelerator(target.device, train.precision)
+        self.accelerator = start_accelerator(target.device, train.precision)
         drafter.to(self.accelerator.device)
         _keep_float32(drafter)
         self._order = RowOrder(
@@ -227,12 +217,17 @@ class Trainer:
         )
         return self._loss(batch, features, noise)
 
-    # -- the plan ------------------------------------------------------------------------------
-
     def _choose_checkpoint(self, resume_from: Path | None) -> Path | None:
         root = self._folder.root
         if resume_from is not None:
-            return self._folder.latest() if resume_from == root else resume_from
+            if resume_from.resolve() == root.resolve():
+                return self._folder.latest()
+            if resume_from.resolve().parent == root.resolve():
+                return resume_from
+            raise CheckpointError(
+                f"resume_from={resume_from} is not in {root}; a training is resumed in its own "
+                "folder (init=DRAFTER starts a new one from the weights of another)"
+            )
         if (root / "plan.json").exists() or self._folder.latest() is not None:
             raise CheckpointError(
                 f"{root} already holds a training; resume it (resume_from={root}), or train in a "
@@ -244,7 +239,8 @@ class Trainer:
         limits = {"max_steps", "max_epochs", "max_minutes", "precision"}
         steps = steps_within_limits(self.train, self._order.steps_per_epoch)
         plan = TrainingPlan(
-            drafter_kind=self.drafter.kind,
+            drafter=self.drafter.settings.model_dump(mode="json"),
+            target_checksum=self.target.spec.checksum,
             optim=self.optim.model_dump(mode="json"),
             limits=self.train.model_dump(mode="json", include=limits),
             rows_checksum=self.rows.checksum(),
@@ -288,8 +284,6 @@ class Trainer:
         shared = torch.tensor([number], dtype=torch.float64, device=self.accelerator.device)
         distributed.broadcast(shared, src=0)
         return float(shared)
-
-    # -- checkpoints ---------------------------------------------------------------------------
 
     def _saves_at(self, step: int) -> bool:
         return (
@@ -338,59 +332,15 @@ class Trainer:
             extra = self._origin | {"step": step, "total_steps": self._plan.total_steps}
             with self._served():
                 save_drafter(self.drafter, folder, extra=extra)
-            write_state(folder, progress, self._state_tensors())
+            write_state(folder, progress, self._state().tensors())
 
         self._folder.commit(step, write, is_best=is_best)
         self._folder.rotate(self.train.keep_checkpoints)
 
-    def _state_tensors(self) -> dict[str, Tensor]:
-        """Name everything a step reads and changes."""
-        named: dict[str, Tensor] = {f"weight/{name}": p for name, p in self._parameters.items()}
-        named |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
-        names = {id(p): name for name, p in self._parameters.items()}
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                named |= {f"optim/{names[id(parameter)]}/{key}": x for key, x in state.items()}
-        if self._average is not None:
-            named |= {f"mean/{name}": mean for name, mean in self._average.means.items()}
-        return named
-
-    def _buffers(self) -> dict[str, Tensor]:
-        # the others are made anew from settings and target, whose rows do not belong here
-        persistent = self.drafter.state_dict().keys()
-        return {name: x for name, x in self.drafter.named_buffers() if name in persistent}
-
-    @torch.no_grad()
     def _restore(self, folder: Path) -> int:
         """Put a checkpoint's state back; return the optimizer steps done."""
         progress, tensors = read_state(folder)
-        places: dict[str, Tensor] = {f"weight/{name}": p for name, p in self._parameters.items()}
-        places |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
-        if self._average is not None:
-            places |= {f"mean/{name}": mean for name, mean in self._average.means.items()}
-        moments = {name: x for name, x in tensors.items() if name.startswith("optim/")}
-        if places.keys() != tensors.keys() - moments.keys() or any(
-            places[name].shape != tensors[name].shape for name in places
-        ):
-            odd = sorted(places.keys() ^ (tensors.keys() - moments.keys())) or ["another shape"]
-            raise CheckpointError(
-                f"{folder} holds the state of another drafter ({odd[0]}); resume with the drafter "
-                "settings it was trained with"
-            )
-        for name, place in places.items():
-            place.copy_(tensors[name])
-        owners = {
-            id(p): optimizer
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        for name, moment in moments.items():
-            parameter_name, key = name.removeprefix("optim/").rsplit("/", 1)
-            parameter = self._parameters[parameter_name]
-            # a step count is a scalar that stays on the CPU
-            device = parameter.device if moment.ndim else torch.device("cpu")
-            owners[id(parameter)].state[parameter][key] = moment.to(device)
+        self._state().put(tensors, folder)
         if progress.best_step is not None and progress.best_tau is not None:
             self._best = (progress.best_step, progress.best_tau)
             if self.accelerator.is_main_process:
@@ -398,6 +348,10 @@ class Trainer:
                 self._folder.name_best(progress.best_step)
         log.info("resumed from %s at step %d", folder, progress.step)
         return progress.step
+
+    def _state(self) -> TrainingState:
+        means = {} if self._average is None else self._average.means
+        return TrainingState(self.drafter, self._parameters, self._optimizers, means)
 
     def _log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         if self._metrics is not None and self.accelerator.is_main_process:
@@ -413,31 +367,6 @@ class Trainer:
             best=latest if best is None else best,
             best_tau=None if self._best is None else self._best[1],
         )
-
-
-def _start_accelerator(device: torch.device, precision: str) -> Accelerator:
-    # one process may train several times, each with its own precision
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(
-        cpu=device.type == "cpu",
-        mixed_precision=precision,
-        # drafters keep constants in buffers, nothing that a step changes
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
-    if accelerator.distributed_type not in _REPLICATED:
-        raise ConfigError(
-            f"training under {accelerator.distributed_type.value} is not supported; a drafter is "
-            "small: use plain data parallel (hardware=ddp)"
-        )
-    if device.type != accelerator.device.type or device.index not in (
-        None,
-        accelerator.device.index,
-    ):
-        raise ConfigError(
-            f"the target is on {device}, but this process trains on {accelerator.device}; load "
-            "the target on the process's own device"
-        )
-    return accelerator
 
 
 def _keep_float32(drafter: Drafter) -> None:

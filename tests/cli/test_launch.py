@@ -92,6 +92,17 @@ def test_training_starts_from_a_kind_not_from_a_trained_drafter(outputs):
     assert not outputs.exists()
 
 
+def test_what_is_not_there_is_refused_before_a_folder_is_made(outputs, tmp_path):
+    for more, message in (
+        (["data=jsonl", f"data.paths={tmp_path}/no.jsonl"], r"no\.jsonl does not exist"),
+        ([f"init={tmp_path}/no/drafter"], "no drafter"),
+        ([f"init={tmp_path}"], r"expected drafter\.json"),
+    ):
+        with pytest.raises(DraftlabError, match=message):
+            prepare_run(words(outputs, *more))
+    assert not outputs.exists()
+
+
 def test_an_interrupt_says_which_run_goes_on(outputs, monkeypatch):
     def stop(run, settings):
         raise KeyboardInterrupt

@@ -45,6 +45,7 @@ def test_one_path_may_be_given_as_text():
         ("builtin", {"paths": ["x.jsonl"]}, r"x\.jsonl.*would be ignored with kind=builtin"),
         ("hub", {"hub_name": None}, "data.hub_name=OWNER/NAME"),
         ("jsonl", {"paths": ["x"], "hub_name": "a/b"}, "a/b would be ignored"),
+        ("builtin", {"answers": "given"}, "data.answers=target"),
         ("builtin", {"turns": "all"}, "data.turns='all'"),
         ("builtin", {"validation_fraction": 1.0}, "data.validation_fraction=1.0"),
     ],

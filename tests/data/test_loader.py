@@ -14,6 +14,7 @@ from draftlab.errors import DataError
 
 DEFAULTS = {
     "kind": "jsonl", "paths": (), "hub_name": None, "hub_subset": None, "hub_split": "train",
+    "answers": "given",
     "messages_field": None, "domain": "own", "max_tokens": 512, "turns": "each",
     "on_bad_line": "fail", "validation_fraction": 0.0, "max_samples": None, "template_options": {},
 }  # fmt: skip
@@ -251,7 +252,9 @@ def test_texts_survive_a_platform_that_thinks_in_ascii(cases, tmp_path):
 
 
 def test_the_shipped_prompts_need_the_targets_answers_first(chatml, tmp_path):
-    settings = DataSettings(**{**DEFAULTS, "kind": "builtin", "max_samples": 5})
+    settings = DataSettings(
+        **{**DEFAULTS, "kind": "builtin", "answers": "target", "max_samples": 5}
+    )
     assert len(read_split(settings, "train", tmp_path).conversations) == 5
     with pytest.raises(DataError, match=r"hold no answers.*draftlab regenerate"):
         prepare(settings, chatml, tmp_path, VOCAB)

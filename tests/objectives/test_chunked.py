@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -121,3 +124,38 @@ def test_autocast_runs_the_heads_in_its_dtype_and_the_loss_in_float32():
     assert scores.total.dtype == torch.float32
     assert scores.total.item() == pytest.approx(exact.item(), rel=2e-2)
     assert hidden32.grad.dtype == torch.float32
+
+
+_MEASURE = """
+import resource, torch
+from draftlab.objectives.chunked import chunked_scores
+from draftlab.objectives.named import objective
+
+torch.set_num_threads(1)
+depths, rows, width, vocabulary = 4, 512, 64, 50_000
+head = torch.randn(vocabulary, width, requires_grad=True)
+forward_kl = objective("forward_kl")
+
+def chunked(hidden, final, labels):
+    return chunked_scores(
+        forward_kl, hidden, [head], target_final=final, target_head=lambda x: x @ head.detach().T,
+        labels=labels, weights=torch.ones(hidden.shape[:2]), vocab_ids=None,
+    ).total
+
+def run(n):
+    hidden = torch.randn(depths, n, width, requires_grad=True)
+    chunked(hidden, torch.randn(n, width), torch.zeros(n, dtype=torch.int64)).backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = run(1)
+print(run(rows) - before)
+"""
+
+
+def test_peak_memory_stays_well_under_the_full_logits_of_all_depths():
+    """Case O-25: 102 MB for the float32 logits of each of four depths, and several copies plainly."""
+
+    run = subprocess.run(
+        [sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) * 1024 < 0.5 * 4 * 512 * 50_000 * 4

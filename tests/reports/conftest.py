@@ -63,7 +63,7 @@ def made_up_arm(name, kind, rate, depth, step_s, draft_s, domains=DOMAINS, seed=
         results.append(
             DomainResult(
                 domain,
-                compute_acceptance(answers[domain], seed=0),
+                compute_acceptance(answers[domain], seed=0, num_draws=200),
                 compute_speed(timings, arm=name, baseline="baseline", prompts=own_prompts),
             )
         )
@@ -84,7 +84,9 @@ def made_up_arm(name, kind, rate, depth, step_s, draft_s, domains=DOMAINS, seed=
             12,
             "by hand",
         ),
-        acceptance=compute_acceptance([g for gs in answers.values() for g in gs], seed=0),
+        acceptance=compute_acceptance(
+            [g for gs in answers.values() for g in gs], seed=0, num_draws=200
+        ),
         speed=replace(speed, num_identical=36),
         audit=AuditVerdict(True, 36, 3456, 3456, 0, 0, 0.0, True, 0.0, 36, 36, None, ()),
         domains=tuple(results),

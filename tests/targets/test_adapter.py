@@ -214,7 +214,7 @@ def test_a_step_past_the_capacity_is_refused_with_both_numbers(targets, random_i
     target = targets("llama")
     kv = target.open_kv(2, 8)
     step = Step(torch.arange(2), random_ids(2, 4), torch.tensor([6, 0]), 10)
-    with pytest.raises(ShapeMismatch, match="slot 9 .* capacity 8"):
+    with pytest.raises(ShapeMismatch, match=r"slot 9 .* capacity 8"):
         target.run(kv, step)
 
 

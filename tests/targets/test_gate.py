@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,12 +81,9 @@ def test_a_refused_target_does_not_run_in_silence(refused, random_ids):
     with pytest.raises(UnsupportedTarget, match=reason):
         target.open_kv(1, 8)
     step = Step(torch.tensor([0]), random_ids(1, 2), torch.tensor([0]), 2)
+    kv = tiny_target("llama", num_hidden_layers=2).open_kv(1, 8)
     with pytest.raises(UnsupportedTarget, match="plain answering still work"):
-        target.run(None, step) if False else target.run(tiny_kv(), step)
-
-
-def tiny_kv():
-    return tiny_target("llama", num_hidden_layers=2).open_kv(1, 8)
+        target.run(kv, step)
 
 
 def test_a_refused_target_answers_as_transformers_does(refused, random_ids):
@@ -104,12 +103,14 @@ def test_a_refused_target_still_gives_training_features(refused, random_ids):
     positions = torch.tensor([[*range(6), *range(5), 0]])
     batch = TokenBatch(ids, segments >= 0, positions, segments, segments)
     found = target.read_features(batch, FeatureRequest((1, 2), wants_final=True))
+    entered = []
+    second = target.reference.anatomy.layers[1]
+    hook = second.register_forward_pre_hook(lambda module, args: entered.append(args[0].clone()))
     with torch.no_grad():
-        states = target.model(
-            input_ids=b.unsqueeze(0), use_cache=False, output_hidden_states=True
-        ).hidden_states
-    torch.testing.assert_close(found.taps[0, 6:11, 0], states[1][0])
-    torch.testing.assert_close(found.final[0, 6:11], states[-1][0])
+        out = target.model(input_ids=b.unsqueeze(0), use_cache=False, output_hidden_states=True)
+    hook.remove()
+    torch.testing.assert_close(found.taps[0, 6:11, 0], entered[0][0])
+    torch.testing.assert_close(found.final[0, 6:11], out.hidden_states[-1][0])
     assert not found.final.is_inference()
 
 
@@ -174,35 +175,33 @@ def test_scaled_and_capped_logits_are_known(kind, more):
 
 
 def test_an_unknown_scale_of_the_logits_is_refused():
-    model = build("granite", {"logits_scaling": 3.0})
-    del model.config.logits_scaling
-    model.config.attribute_map = {}
-
-    class Scaled(torch.nn.Module):
-        def forward(self, logits):
-            return logits * 2
-
     model = build_tiny_model("llama", num_hidden_layers=2)
     plain = model.forward
 
-    def scaled(*args, **kwargs):
+    @functools.wraps(plain)
+    def doubled(*args, **kwargs):
         out = plain(*args, **kwargs)
         out.logits = out.logits * 2
         return out
 
-    scaled.__signature__ = __import__("inspect").signature(plain)
-    model.forward = scaled
+    model.forward = doubled
     target = build_target(model, tiny_tokenizer(), name="x", source="tiny")
     assert "known scale or cap" in target.speculation_refusal
 
 
-def test_a_second_final_norm_is_refused():
+def test_a_layer_that_looks_at_its_cache_in_secret_is_refused():
     model = build_tiny_model("llama", num_hidden_layers=2)
-    model.model.norm.register_forward_hook(lambda module, args, out: out * 3)
-    norm = model.model.norm
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+
+    @functools.wraps(plain)
+    def twice(*args, **kwargs):
+        plain(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    attention.forward = twice
     target = build_target(model, tiny_tokenizer(), name="x", source="tiny")
-    assert norm is target.reference.anatomy.norm
-    assert target.speculation_refusal is None
+    assert "attention ran 3 times" in target.speculation_refusal
 
 
 def probe_of(count=4, **changes):

@@ -82,7 +82,7 @@ def test_taps_out_of_range_or_order_are_refused_with_the_range(targets, random_i
 
 def test_tokenizer_ids_beyond_the_rows_are_refused_with_id_and_row_count():
     model = build_tiny_model("llama", vocab_size=260)
-    with pytest.raises(TargetMismatch, match="id 260, .* 260 rows"):
+    with pytest.raises(TargetMismatch, match=r"id 260, .* 260 rows"):
         build_target(model, tiny_tokenizer(), name="x", source="tiny")
 
 

@@ -9,7 +9,8 @@ from draftlab.training.plan import TrainingPlan, measure_steps_in_time, steps_wi
 
 def plan(**changes):
     plain = {
-        "drafter_kind": "medusa",
+        "drafter": {"kind": "medusa", "num_heads": 4},
+        "target_checksum": "0" * 64,
         "optim": {"lr": 0.1, "betas": (0.9, 0.95)},
         "limits": {"max_steps": None, "max_minutes": 3.0},
         "rows_checksum": "f" * 64,

@@ -29,11 +29,13 @@ def target():
 def test_the_step_does_not_depend_on_how_its_rows_are_batched(
     target, tmp_path, batch_rows, accumulation
 ):
+    # rows with nothing to learn, so that batches hold different numbers of sequences
+    answers = [2, 40, 0, 19, 0, 0, 11, 30]
     trained = []
     for name, rows, slots in (("whole", 8, 1), ("cut", batch_rows, accumulation)):
         train = train_settings(max_steps=2, batch_rows=rows, accumulation=slots)
         _, drafter, numbers = run_training(
-            tmp_path / name, answers=ANSWERS, target=target, train=train
+            tmp_path / name, answers=answers, target=target, train=train
         )
         trained.append((drafter.state_dict(), numbers.column("train/loss")))
     (whole, whole_loss), (cut, cut_loss) = trained
@@ -204,6 +206,27 @@ def test_a_folder_with_a_training_is_not_overwritten(target, tmp_path):
         run_training(tmp_path, answers=ANSWERS, target=target)
 
 
+def test_a_checkpoint_of_another_folder_is_not_resumed(target, tmp_path):
+    result, _, _ = run_training(tmp_path / "a", answers=ANSWERS, target=target)
+    with pytest.raises(CheckpointError, match=r"resumed in its own\s+folder"):
+        run_training(tmp_path / "b", answers=ANSWERS, target=target, resume_from=result.latest)
+
+
+def test_an_older_checkpoint_can_be_resumed_and_ends_alike(target, tmp_path):
+    train = train_settings(max_steps=6, save_every_steps=2, keep_checkpoints=9)
+    _, once, _ = run_training(tmp_path, answers=ANSWERS, target=target, train=train)
+    _, again, numbers = run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        train=train,
+        resume_from=tmp_path / "step-000002",
+    )
+    assert sorted(numbers.column("train/loss")) == [3, 4, 5, 6]
+    expected = once.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
+
+
 def test_a_training_that_differs_is_not_resumed(target, tmp_path):
     run_training(tmp_path, answers=ANSWERS, target=target)
     with pytest.raises(CheckpointError, match=r"optim\.lr: began with 0\.01, now 0\.02") as caught:
@@ -215,6 +238,18 @@ def test_a_training_that_differs_is_not_resumed(target, tmp_path):
             resume_from=tmp_path,
         )
     assert "rows_checksum" in str(caught.value)
+
+
+def test_other_drafter_settings_are_another_training(target, tmp_path):
+    run_training(tmp_path, answers=ANSWERS, target=target)
+    with pytest.raises(CheckpointError, match=r"drafter\.noise: began with 0\.1, now 0\.3"):
+        run_training(
+            tmp_path,
+            answers=ANSWERS,
+            target=target,
+            drafter=toy_drafter(target, noise=0.3),
+            resume_from=tmp_path,
+        )
 
 
 def test_a_gradient_that_is_no_number_stops_the_training(target, tmp_path):

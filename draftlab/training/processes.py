@@ -1,0 +1,59 @@
+"""The processes that train together, as Accelerate knows them."""
+
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from draftlab.errors import ConfigError
+
+_REPLICATED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+)
+
+
+def start_accelerator(device: torch.device, precision: str) -> Accelerator:
+    """Join the processes that train together.
+
+    Args:
+        device: where the target is, and the drafter will be.
+        precision: no or bf16.
+
+    Raises:
+        ConfigError: sharded training, or a target on a device of another process.
+    """
+    # one process may train several times, each with its own precision
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision=precision,
+        # drafters keep constants in buffers, nothing that a step changes
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # the others wait while the first process probes and writes
+            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+        ],
+    )
+    if accelerator.distributed_type not in _REPLICATED:
+        raise ConfigError(
+            f"training under {accelerator.distributed_type.value} is not supported; a drafter is "
+            "small: use plain data parallel (hardware=ddp)"
+        )
+    if _place(device) != _place(accelerator.device):
+        raise ConfigError(
+            f"the target is on {device}, but this process trains on {accelerator.device}; load "
+            "the target on the process's own device"
+        )
+    return accelerator
+
+
+def _place(device: torch.device) -> tuple[str, int | None]:
+    if device.type != "cuda":
+        return device.type, None  # Accelerate numbers even the processor
+    return device.type, torch.cuda.current_device() if device.index is None else device.index

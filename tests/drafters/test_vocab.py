@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from draftlab.drafters.vocab import DraftVocab, choose_vocab, required_ids
+from draftlab.errors import ConfigError
+from draftlab.targets.tiny import tiny_target
+
+COUNTS = torch.tensor([5, 0, 9, 9, 1, 0, 7, 0, 3, 100])
+
+
+def test_the_most_frequent_ids_are_chosen_and_ties_go_to_the_lower_id():
+    vocab = choose_vocab(COUNTS, 3, always=(), num_token_ids=9)
+    assert vocab.ids.tolist() == [2, 3, 6]
+    assert choose_vocab(COUNTS, 1, always=(), num_token_ids=9).ids.tolist() == [2]
+
+
+def test_required_ids_are_inside_whatever_their_count():
+    vocab = choose_vocab(COUNTS, 4, always=[7, 1, 7], num_token_ids=9)
+    assert vocab.ids.tolist() == [1, 2, 3, 7]
+
+
+def test_padding_ids_are_never_chosen_even_when_counted_or_required():
+    vocab = choose_vocab(COUNTS, 9, always=[9], num_token_ids=9)
+    assert vocab.ids.tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("size", [1, 10])
+def test_a_size_below_what_is_required_or_above_what_exists_is_refused(size):
+    with pytest.raises(ConfigError, match=f"draft_vocab_size={size}.*at least 2.*at most 9"):
+        choose_vocab(COUNTS, size, always=[0, 1], num_token_ids=9)
+
+
+def test_maps_are_offsets_and_a_mask():
+    vocab = DraftVocab(torch.tensor([1, 2, 6]), 8)
+    assert vocab.d2t.tolist() == [1, 1, 4]
+    assert vocab.t2d.tolist() == [False, True, True, False, False, False, True, False]
+
+
+def test_coverage_is_the_share_of_counted_tokens_inside():
+    vocab = choose_vocab(COUNTS, 3, always=(), num_token_ids=9)
+    assert vocab.coverage(COUNTS) == pytest.approx(25 / 134)
+    assert vocab.coverage(torch.zeros(10, dtype=torch.int64)) == 1.0
+
+
+@pytest.mark.parametrize("ids", [[], [3, 2], [1, 1], [-1, 2], [1, 8]])
+def test_ids_that_are_no_vocabulary_are_refused(ids):
+    with pytest.raises(ConfigError, match="ascending, unique"):
+        DraftVocab(torch.tensor(ids, dtype=torch.int64), 8)
+
+
+def test_end_special_and_template_tokens_are_required_and_other_text_is_not():
+    target = tiny_target()
+    ids = required_ids(target.spec, target.tokenizer)
+    tokens = target.tokenizer.convert_ids_to_tokens(ids)
+    assert set(target.spec.eos_ids) <= set(ids)
+    assert {"<|im_start|>", "<|im_end|>", "<tool_call>"} <= set(tokens)
+    assert set(target.tokenizer.encode("assistant\n", add_special_tokens=False)) <= set(ids)
+    assert target.tokenizer.convert_tokens_to_ids("Z") not in ids

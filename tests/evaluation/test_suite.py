@@ -1,0 +1,169 @@
+"""The whole suite on a tiny target: what it promises, measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from draftlab.decoding.settings import DecodeSettings
+from draftlab.drafters.ngram import Ngram, NgramSettings
+from draftlab.errors import ConfigError
+from draftlab.evaluation.files import read_eval
+from draftlab.evaluation.results import BASELINE
+from draftlab.evaluation.settings import EvalSettings
+from draftlab.evaluation.suite import AGAIN, evaluate
+from draftlab.settings.locate import conf_dir
+from draftlab.targets.tiny import tiny_target
+
+
+def settings_from(cls, name, **changes):
+    return cls(**{**yaml.safe_load((conf_dir() / name).read_text()), **changes})
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def ngram(target):
+    return Ngram(settings_from(NgramSettings, "drafter/ngram.yaml"), target.view)
+
+
+SETTINGS = settings_from(
+    EvalSettings,
+    "eval/smoke.yaml",
+    prompts_per_domain=4,
+    max_new_tokens=10,
+    speed_prompts_per_domain=2,
+    speed_max_new_tokens=8,
+    noise_floor=True,
+)
+GREEDY = settings_from(DecodeSettings, "decode/greedy.yaml")
+
+
+def prompts(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        domain: [torch.randint(0, 250, (n + 3,), generator=generator).tolist() for n in range(5)]
+        for domain in ("copying", "talking")
+    }
+
+
+@pytest.fixture(scope="module")
+def evaluated(target, ngram, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    seen = []
+    result = evaluate(
+        target,
+        {"ngram": ngram},
+        prompts(),
+        SETTINGS,
+        GREEDY,
+        validation=prompts(1),
+        folder=folder,
+        progress=lambda what, done, total: seen.append((what, done, total)),
+    )
+    return result, folder, seen
+
+
+def test_every_domain_is_measured_and_the_audit_covers_what_was_timed(evaluated):
+    result, folder, _ = evaluated
+    arm = result.arm("ngram")
+    assert [d.domain for d in arm.domains] == ["copying", "talking"]
+    assert [d.acceptance.num_prompts for d in arm.domains] == [4, 4]
+    timed = [r for r in read_eval(folder).answers if (r["arm"], r["phase"]) == ("ngram", "speed")]
+    assert len(timed) == 4
+    assert arm.audit.num_positions == sum(r["num_output_tokens"] for r in timed)
+    assert arm.audit.is_lossless
+    assert arm.speed.num_identical == arm.audit.num_identical == 4
+
+
+def test_k_is_chosen_among_the_candidates(evaluated):
+    choice = evaluated[0].arm("ngram").choice
+    assert choice.num_draft_tokens in (2, 4)
+    assert choice.num_prompts == SETTINGS.draft_length_prompts
+
+
+def test_a_given_k_is_kept(target, ngram):
+    fixed = GREEDY.model_copy(update={"num_draft_tokens": 3})
+    quick = SETTINGS.model_copy(update={"speed_prompts_per_domain": 0, "prompts_per_domain": 1})
+    arm = evaluate(target, {"ngram": ngram}, prompts(), quick, fixed, validation=prompts(1)).arms[0]
+    assert (arm.num_draft_tokens, arm.choice, arm.speed, arm.audit) == (3, None, None, None)
+
+
+def test_the_files_hold_every_answer_and_step_and_no_text(evaluated):
+    result, folder, _ = evaluated
+    rows = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    assert {r["arm"] for r in rows} == {"ngram", BASELINE, AGAIN}
+    assert len(rows) == 2 * 4 + 3 * 4
+    assert not any("ids" in key or "text" in key for row in rows for key in row)
+    steps = (folder / "steps.jsonl").read_text().splitlines()
+    assert len(steps) == sum(r["num_steps"] for r in rows)
+    assert read_eval(folder).result == result
+
+
+def test_the_baseline_is_timed_against_itself(evaluated):
+    assert evaluated[0].noise_floor.value > 0
+
+
+def test_progress_ends_at_its_total_in_every_stage(evaluated):
+    last = {what: (done, total) for what, done, total in evaluated[2]}
+    assert len(last) == 4
+    assert all(done == total for done, total in last.values())
+
+
+def test_a_second_stage_merges_and_keeps_the_lines_of_the_first(target, ngram, evaluated, tmp_path):
+    result, folder, _ = evaluated
+    for name in ("generations.jsonl", "steps.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    both = evaluate(
+        target, {"other": ngram}, prompts(), SETTINGS, GREEDY, earlier=result, folder=tmp_path
+    )
+    assert [arm.name for arm in both.arms] == ["ngram", "other"]
+    assert {r["arm"] for r in read_eval(tmp_path).answers} == {"ngram", "other", BASELINE, AGAIN}
+
+
+def test_a_stage_on_other_prompts_cannot_be_merged(target, ngram, evaluated):
+    quick = SETTINGS.model_copy(update={"audit": False})
+    with pytest.raises(ConfigError, match="prompts_sha256"):
+        evaluate(target, {"x": ngram}, prompts(7), quick, GREEDY, earlier=evaluated[0])
+
+
+def test_samples_are_kept_as_text_only_when_asked(target, ngram, tmp_path):
+    wanted = SETTINGS.model_copy(
+        update={"samples": True, "speed_prompts_per_domain": 0, "prompts_per_domain": 1}
+    )
+    evaluate(target, {"ngram": ngram}, prompts(), wanted, GREEDY, folder=tmp_path)
+    assert all(isinstance(r["output_text"], str) for r in read_eval(tmp_path).answers)
+
+
+def test_no_drafter_a_reserved_name_and_an_empty_domain_are_refused(target, ngram):
+    with pytest.raises(ConfigError, match="no drafter"):
+        evaluate(target, {}, prompts(), SETTINGS, GREEDY)
+    with pytest.raises(ConfigError, match="baseline"):
+        evaluate(target, {"baseline": ngram}, prompts(), SETTINGS, GREEDY)
+    with pytest.raises(ConfigError, match="empty-one"):
+        evaluate(target, {"ngram": ngram}, {**prompts(), "empty-one": []}, SETTINGS, GREEDY)
+
+
+def test_a_decoder_that_lies_is_caught_by_the_suite(target, ngram, monkeypatch):
+    """Negative control of the whole chain: one flipped token in the drafter's timed answers."""
+    from draftlab.decoding.decoder import Decoder
+
+    real = Decoder.generate
+
+    def lying(self, prompts, **kwargs):
+        answers = real(self, prompts, **kwargs)
+        if self.drafter is None or kwargs.get("batch_size") != 1:
+            return answers
+        ids = answers[0].output_ids
+        return [replace(answers[0], output_ids=(*ids[:-1], (ids[-1] + 1) % 250))]
+
+    monkeypatch.setattr(Decoder, "generate", lying)
+    quick = SETTINGS.model_copy(update={"noise_floor": False, "warmup_prompts": 0})
+    result = evaluate(target, {"ngram": ngram}, prompts(), quick, GREEDY)
+    assert result.num_defects >= 4
+    assert result.arms[0].audit.num_identical == 0
