@@ -127,7 +127,6 @@ class Eagle3State:
 class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
     """Autoregressive head on fused low, middle and high features of the target."""
 
-    settings: Eagle3Settings
     vocab_ids: Tensor | None
     lm_head: Tensor
 
@@ -145,7 +144,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             ConfigError: taps the target does not have, or a layer that cannot start the head.
         """
         super().__init__()
-        self.settings = settings
+        self.settings = self._choices = settings
         self.target = target
         self.vocab = vocab
         spec = target.spec
@@ -181,7 +180,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
     @torch.no_grad()
     def _start_from_target(self, layer: int) -> None:
         """Start as a continuation of the target: its last tap, its layers, its final norm."""
-        start_layers(self.layers, self.target, layer, embedding_noise=self.settings.init_noise)
+        start_layers(self.layers, self.target, layer, embedding_noise=self._choices.init_noise)
         width = self.sizes.hidden
         self.fc.weight.zero_()
         self.fc.weight[:, -width:].fill_diagonal_(1.0)
@@ -202,17 +201,17 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         """
         assert features.taps is not None
         assert features.final is not None
-        steps = self.settings.unroll_steps
+        steps = self._choices.unroll_steps
         masks = torch.stack([batch.shifted_mask(s + 2) for s in range(steps)])
         rows = PickedRows.pick(masks.any(0))
         states = self._unroll(batch, self._join(self._noisy(features.taps, batch, noise)), rows)
         return self._compare(batch, features.final, masks, rows, states)
 
     def _noisy(self, taps: Tensor, batch: TokenBatch, noise: Noise) -> Tensor:
-        if not self.training or self.settings.tap_noise == 0:
+        if not self.training or self._choices.tap_noise == 0:
             return taps
         drawn = noise.uniform(batch.sample_ids, taps.shape[2] * taps.shape[3], "tap_noise")
-        return taps + (2 * drawn.view(taps.shape) - 1).to(taps.dtype) * self.settings.tap_noise
+        return taps + (2 * drawn.view(taps.shape) - 1).to(taps.dtype) * self._choices.tap_noise
 
     def _join(self, taps: Float[Tensor, "B T L D"]) -> Float[Tensor, "B T D"]:
         """Fuse the taps of a position into one hidden state."""
@@ -232,7 +231,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         cos, sin = self.rope(positions)
         return cos, signed_sin(sin)
 
-    def _unroll(self, batch: TokenBatch, hidden: Tensor, rows: "PickedRows") -> list[Tensor]:
+    def _unroll(self, batch: TokenBatch, hidden: Tensor, rows: PickedRows) -> list[Tensor]:
         """Give the normed output [B A D] of every depth, at the picked rows."""
         mask = rows.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
         order = torch.arange(batch.input_ids.shape[1], device=mask.device)
@@ -243,7 +242,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         embedded = self._embed(batch.shifted_ids(1))
         hidden, past = self._first_depth(batch, embedded, hidden, mask, rows)
         states = []
-        for depth in range(self.settings.unroll_steps):
+        for depth in range(self._choices.unroll_steps):
             if depth > 0:
                 embedded = self._embed(rows.take(batch.shifted_ids(1 + depth)))
                 angles = self._angles(positions + depth)
@@ -255,11 +254,11 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
                     hidden = layer.finish(mixed, residual)
             normed = self.norm(hidden)
             states.append(normed)
-            hidden = normed if self.settings.norm_output else hidden
+            hidden = normed if self._choices.norm_output else hidden
         return states
 
     def _first_depth(
-        self, batch: TokenBatch, embedded: Tensor, hidden: Tensor, mask: Tensor, rows: "PickedRows"
+        self, batch: TokenBatch, embedded: Tensor, hidden: Tensor, mask: Tensor, rows: PickedRows
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
         angles = self._angles(batch.positions)
@@ -284,7 +283,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         batch: TokenBatch,
         final: Tensor,
         masks: Bool[Tensor, "K B T"],
-        rows: "PickedRows",
+        rows: PickedRows,
         states: list[Tensor],
     ) -> DraftLoss:
         """Meet the target's law: it judges token u + 1 at u; depth s predicts that at u - 1 - s."""
@@ -301,9 +300,9 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             ]
         )
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        weights = counts.to(wide) * self.settings.step_decay ** depths.to(wide)
+        weights = counts.to(wide) * self._choices.step_decay ** depths.to(wide)
         scores = chunked_scores(
-            objective(self.settings.objective),
+            objective(self._choices.objective),
             hidden,
             [self.lm_head],
             target_final=final[b, u],
@@ -375,7 +374,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         )
         hidden = self._advance(state, where, self._embed(seen.next_ids), self._join(seen.taps))
         normed = self.norm(hidden)
-        fed = normed if self.settings.norm_output else hidden
+        fed = normed if self._choices.norm_output else hidden
         has_new = (seen.lengths > 0).unsqueeze(1)
         state.hidden[seen.rows] = torch.where(has_new, fed, state.hidden[seen.rows])
         state.logits[seen.rows] = torch.where(has_new, state.head(normed), state.logits[seen.rows])
@@ -411,7 +410,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
                 embedded = self._embed(tokens[-1].unsqueeze(1))
                 hidden = self._advance(state, where, embedded, hidden.unsqueeze(1))
                 normed = self.norm(hidden)
-                hidden = normed if self.settings.norm_output else hidden
+                hidden = normed if self._choices.norm_output else hidden
                 logits = state.head(normed)
             if law is None:
                 columns = greedy_ids(logits)
@@ -463,7 +462,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         """Give the head under the names all engines share; layer ids count as our taps do."""
         tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
         tensors.pop("lm_head", None)
-        if self.vocab is not None or self.settings.train_head:
+        if self.vocab is not None or self._choices.train_head:
             tensors["lm_head.weight"] = self.lm_head.detach()
         size = self.target.spec.vocab_size
         if self.vocab is not None:
@@ -478,7 +477,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
                 "hidden_size": self.sizes.hidden,
                 "target_hidden_size": self.target.spec.hidden_size,
                 "intermediate_size": self.sizes.intermediate,
-                "num_hidden_layers": self.settings.num_layers,
+                "num_hidden_layers": self._choices.num_layers,
                 "num_attention_heads": self.sizes.heads,
                 "num_key_value_heads": self.sizes.kv_heads,
                 "head_dim": self.sizes.head_dim,
@@ -490,10 +489,10 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
                 "vocab_size": self.target.spec.vocab_size,
                 "draft_vocab_size": size,
                 "tap_layers": list(self._needs.tap_layers),
-                "fc_norm": self.settings.fc_norm,
-                "norm_before_fc": self.settings.norm_before_fc,
-                "norm_output": self.settings.norm_output,
-                "norm_before_residual": self.settings.norm_before_residual,
+                "fc_norm": self._choices.fc_norm,
+                "norm_before_fc": self._choices.norm_before_fc,
+                "norm_output": self._choices.norm_output,
+                "norm_before_residual": self._choices.norm_before_residual,
                 "attention_bias": False,
                 "tie_word_embeddings": False,
             },

@@ -123,6 +123,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         self.target = target
         self.vocab = vocab
         self._objective = objective(settings.objective)
+        self.max_draft_tokens = settings.num_heads
         width, count = target.spec.hidden_size, settings.num_heads
         self._vocab_ids = None if vocab is None else vocab.ids.to(target.device)
         rows = target.head_rows(self._vocab_ids)

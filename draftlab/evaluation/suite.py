@@ -201,12 +201,14 @@ def _choose(
     def decoder_at(length: int) -> Answers:
         return _decoder(target, drafter, decode, length)
 
+    deepest = drafter.max_draft_tokens or max(settings.draft_lengths)
+    candidates = [k for k in settings.draft_lengths if k <= deepest] or [deepest]
     what = f"{name}: choosing K"
-    report(what, 0, len(settings.draft_lengths))
+    report(what, 0, len(candidates))
     return choose_draft_length(
         decoder_at,
         _spread(validation, settings.draft_length_prompts),
-        settings.draft_lengths,
+        candidates,
         max_new_tokens=settings.speed_max_new_tokens,
         batch_size=settings.batch_size,
         progress=lambda done, total: report(what, done, total),

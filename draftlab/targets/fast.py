@@ -164,8 +164,14 @@ class FastDoor:
         return cos.unsqueeze(2), signed.unsqueeze(2)
 
     def _masks(self, step: Step) -> dict[int | None, Tensor | None]:
-        # a single token of a single row sees every slot up to its own: nothing to mask
-        lone = step.ids.shape[0] == 1 and step.ids.shape[1] == 1 and step.depths is None
+        # a single token of a single row that sees every slot up to its own needs no mask; reading
+        # its base from a device would cost more than the mask does
+        lone = (
+            step.ids.numel() == 1
+            and step.depths is None
+            and step.base.device.type == "cpu"
+            and int(step.base[0]) + 1 == step.live
+        )
         masks: dict[int | None, Tensor | None] = {}
         for window in {layer.window for layer in self._layers}:
             if lone and window is None:
