@@ -423,7 +423,7 @@ def _choose_depth(settings: DecodeSettings, drafter: Drafter | None) -> int:
     depth = settings.num_draft_tokens or drafter.settings.num_draft_tokens
     if drafter.max_draft_tokens is not None and depth > drafter.max_draft_tokens:
         raise ConfigError(
-            f"decode.num_draft_tokens={depth} is more than this {drafter.kind} drafter can propose; "
+            f"decode.num_draft_tokens={depth} is more than this {drafter.kind} drafter proposes; "
             f"expected at most {drafter.max_draft_tokens}"
         )
     return depth

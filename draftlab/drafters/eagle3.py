@@ -31,7 +31,7 @@ from draftlab.drafters.base import (
 )
 from draftlab.drafters.layers import LayerSizes, RMSNorm, Rope, fuse, rope_of, signed_sin
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
-from draftlab.drafters.vocab import DraftVocab
+from draftlab.drafters.vocab import DraftVocab, judged_rows, kept_target_head
 from draftlab.errors import ConfigError
 from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
@@ -129,6 +129,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
 
     vocab_ids: Tensor | None
     lm_head: Tensor
+    kept_head: Tensor | None
 
     def __init__(
         self, settings: Eagle3Settings, target: TargetView, vocab: DraftVocab | None = None
@@ -172,6 +173,8 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         ids = None if vocab is None else vocab.ids.to(target.device)
         self.register_buffer("vocab_ids", ids, persistent=False)
         rows = target.head_rows(ids)
+        # a plain attribute: the target's weights are never saved, nor moved to another dtype
+        self.kept_head = kept_target_head(target, vocab)
         if settings.train_head:
             self.lm_head = nn.Parameter(rows.to(self.fc.weight.dtype, copy=True))
         else:
@@ -310,6 +313,8 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             labels=batch.input_ids[b, u + 1],
             weights=weights / sequence_sums(batch.segment_ids, b, u, weights.sum(0)),
             vocab_ids=self.vocab_ids,
+            kept_head=self.kept_head,
+            judged=judged_rows(batch.positions[b, u]),
         )
         return DraftLoss(
             scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count

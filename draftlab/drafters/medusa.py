@@ -27,7 +27,7 @@ from draftlab.drafters.base import (
 )
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
-from draftlab.drafters.vocab import DraftVocab
+from draftlab.drafters.vocab import DraftVocab, judged_rows, kept_target_head
 from draftlab.errors import ConfigError
 from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
@@ -113,6 +113,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
 
     # a plain attribute: the target's weights are never parameters, never saved
     _tied_rows: Tensor | None
+    _kept_head: Tensor | None
 
     def __init__(
         self, settings: MedusaSettings, target: TargetView, vocab: DraftVocab | None = None
@@ -127,6 +128,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         width, count = target.spec.hidden_size, settings.num_heads
         self._vocab_ids = None if vocab is None else vocab.ids.to(target.device)
         rows = target.head_rows(self._vocab_ids)
+        self._kept_head = kept_target_head(target, vocab)
         self.blocks = nn.ModuleList(
             ResidualBlocks(width, settings.num_blocks) for _ in range(count)
         )
@@ -173,6 +175,8 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
             # a token that no head can predict is alone in a sample of nothing to learn: sum 0
             weights=weights / sums.clamp_min(torch.finfo(wide).tiny),
             vocab_ids=self._vocab_ids,
+            kept_head=self._kept_head,
+            judged=judged_rows(batch.positions[b, s]),
         )
         return DraftLoss(
             scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import ConfigError
-from draftlab.shapes import Bool, Int, Tensor
+from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.view import TargetView
 
@@ -113,3 +113,28 @@ def vocab_for(view: TargetView, size: int, counts: Int[Tensor, " V"]) -> DraftVo
     """Choose the draft vocabulary of a new drafter for a target."""
     always = required_ids(view.spec, view.tokenizer)
     return choose_vocab(counts, size, always=always, num_token_ids=view.spec.num_token_ids)
+
+
+def kept_target_head(view: TargetView, vocab: DraftVocab | None) -> Float[Tensor, "Vd D"] | None:
+    """Give the target's head rows of a draft vocabulary, where logits are just that product.
+
+    Training then learns from these rows alone. None for a whole vocabulary, and for targets that
+    scale or cap their logits: those take the whole head.
+    """
+    if vocab is None or vocab.size == vocab.target_vocab_size:
+        return None
+    ids = vocab.ids.to(view.device)
+    rows = view.head_rows(ids)
+    probe = torch.linspace(-1, 1, view.spec.hidden_size, device=view.device, dtype=view.dtype)
+    plain = (rows @ probe).float()
+    whole = view.head(probe).index_select(-1, ids).float()
+    size = float(whole.abs().max())
+    return rows if float((plain - whole).abs().max()) <= 0.02 * max(size, 1e-9) else None
+
+
+def judged_rows(positions: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
+    """Choose the predictions that are compared with the whole target law: a fixed eighth.
+
+    By position in the sample, so the choice does not depend on packing or ranks.
+    """
+    return positions % 8 == 0

@@ -3,30 +3,40 @@
 In: hidden states before both heads. Out: a total to call backward on, and sums per depth.
 Full-vocabulary float32 logits of every depth are what runs out of memory first (case O-25), so
 the gradient of a chunk is taken while its logits are alive, and only gradients of hidden states and
-head weights are kept. The target's head runs once a row, whatever the number of depths.
+head weights are kept. The target's head runs once a row, whatever the number of depths; with a
+reduced draft vocabulary only its kept rows do, and the whole head judges a part of the rows: it
+would cost more than all else together, and only for the figures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from draftlab.objectives.acceptance import overlap
 from draftlab.objectives.named import Objective
-from draftlab.objectives.rows import compare_rows, read_teacher
-from draftlab.shapes import Float, Int, Tensor
+from draftlab.objectives.rows import (
+    LOG_OF_NOTHING,
+    Teacher,
+    columns_of,
+    compute_losses,
+    read_teacher,
+)
+from draftlab.shapes import Bool, Float, Int, Tensor
 
 # numbers alive at once in a chunk; on a CPU larger chunks are no faster: glibc stops reusing pages
 _ALIVE_ON_CPU = 20_000_000
 _ALIVE_ELSEWHERE = 160_000_000
+_JUDGED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DepthScores:
-    """Sums over N predictions at each of K depths.
+    """Sums over N predictions at each of K depths; all but `total` over the judged ones.
 
     Attributes:
-        total: sum of weighted losses; the only one with a gradient.
+        total: sum of weighted losses of all predictions; the only one with a gradient.
         loss_sum: unweighted losses of predictions that count.
         hit_sum: those whose argmax is the target's.
         overlap_sum: their sum_v min(p, q).
@@ -50,6 +60,8 @@ def chunked_scores(
     labels: Int[Tensor, " N"],
     weights: Float[Tensor, "K N"],
     vocab_ids: Int[Tensor, " C"] | None,
+    kept_head: Float[Tensor, "C Dt"] | None = None,
+    judged: Bool[Tensor, " N"] | None = None,
     chunk_rows: int | None = None,
 ) -> DepthScores:
     """Score K depths of predictions of the same N tokens, some tokens at a time.
@@ -64,13 +76,34 @@ def chunked_scores(
         labels: data token (target id) to predict.
         weights: weight of every loss in `total`; 0 where there is no prediction.
         vocab_ids: target ids of the draft vocabulary, ascending; None when it is whole.
+        kept_head: rows of the target's head for the draft vocabulary, where its logits are nothing
+            but this product; None computes all of the target's logits.
+        judged: with `kept_head`, tokens whose predictions are compared with the whole target law
+            (hit, overlap); None judges all.
         chunk_rows: tokens at a time; None takes what keeps memory near 80 MB on a CPU.
     """
+    if kept_head is None or vocab_ids is None:
+        kept_head = judged = None
+    if judged is None:
+        judged = torch.ones_like(labels, dtype=torch.bool)
     if chunk_rows is None:
-        chunk_rows = _fitting_rows(heads[0].shape[0], vocab_ids, hidden.device.type)
-    plan = _Plan(objective, target_final, target_head, labels, weights, vocab_ids, chunk_rows)
+        chunk_rows = _fitting_rows(
+            heads[0].shape[0], vocab_ids if kept_head is None else None, hidden.device.type
+        )
+    plan = _Plan(
+        objective,
+        target_final,
+        target_head,
+        labels,
+        weights,
+        vocab_ids,
+        kept_head,
+        judged,
+        chunk_rows,
+    )
     total, sums = _ChunkedLoss.apply(plan, torch.is_grad_enabled(), hidden, *heads)
-    return DepthScores(total, sums[0], sums[1], sums[2], (weights > 0).sum(-1).to(sums.dtype))
+    count = ((weights > 0) & judged).sum(-1).to(sums.dtype)
+    return DepthScores(total, sums[0], sums[1], sums[2], count)
 
 
 def _fitting_rows(width: int, vocab_ids: Tensor | None, device: str) -> int:
@@ -88,7 +121,49 @@ class _Plan:
     labels: Tensor
     weights: Tensor
     vocab_ids: Tensor | None
+    kept_head: Tensor | None
+    judged: Tensor
     chunk_rows: int
+
+    def teachers(self, work: torch.dtype) -> Iterator[tuple[slice, Teacher]]:
+        """Give the target's law chunk by chunk; `top` and `log_mass` are for judged rows only."""
+        if self.kept_head is None or self.vocab_ids is None:
+            for part in self._parts():
+                logits = self.target_head(self.target_final[part])
+                yield part, read_teacher(logits, self.labels[part], self.vocab_ids)
+            return
+        top, log_norm = self._judge()
+        head = self.kept_head.to(work)
+        labels = columns_of(self.labels, self.vocab_ids)
+        for part in self._parts():
+            kept = (self.target_final[part].to(work) @ head.T).to(log_norm.dtype)
+            log_mass = kept.logsumexp(-1, keepdim=True)
+            yield (
+                part,
+                Teacher(
+                    log_probs=(kept - log_mass).clamp_min(LOG_OF_NOTHING),
+                    log_mass=log_mass - log_norm[part].unsqueeze(1),
+                    top=top[part],
+                    labels=labels[part],
+                ),
+            )
+
+    def _judge(self) -> tuple[Tensor, Tensor]:
+        """Run the whole head over judged rows: column of the argmax, log of the normaliser."""
+        assert self.vocab_ids is not None
+        wide = torch.promote_types(self.weights.dtype, torch.float32)
+        top = torch.full_like(self.labels, -1)
+        log_norm = self.weights.new_zeros(self.labels.shape, dtype=wide)
+        rows = self.judged.nonzero().squeeze(1)
+        for part in rows.split(_JUDGED_AT_ONCE):
+            logits = self.target_head(self.target_final[part]).to(wide)
+            top[part] = columns_of(logits.argmax(-1), self.vocab_ids)
+            log_norm[part] = logits.logsumexp(-1)
+        return top, log_norm
+
+    def _parts(self) -> Iterator[slice]:
+        for start in range(0, self.labels.shape[0], self.chunk_rows):
+            yield slice(start, start + self.chunk_rows)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -121,7 +196,7 @@ def _run_chunks(
     heads: tuple[Tensor, ...],
     work: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    depths, num_rows, _ = hidden.shape
+    depths = hidden.shape[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     needs = [wants_grad and needed for needed in ctx.needs_input_grad[2:]]
     gradients = [
@@ -131,23 +206,25 @@ def _run_chunks(
     matrices = [head.to(work) for head in heads]
     total = torch.zeros((), dtype=wide, device=hidden.device)
     sums = torch.zeros(3, depths, dtype=wide, device=hidden.device)
-    for start in range(0, num_rows, plan.chunk_rows):
-        part = slice(start, start + plan.chunk_rows)
-        logits = plan.target_head(plan.target_final[part])
-        teacher = read_teacher(logits, plan.labels[part], plan.vocab_ids)
+    for part, teacher in plan.teachers(work):
+        chosen = plan.judged[part]
         for depth in range(depths):
             which = depth if len(heads) > 1 else 0
             rows = hidden[depth, part].to(work)
             weight = plan.weights[depth, part]
             draft = (rows @ matrices[which].T).to(wide).requires_grad_(any(needs))
             with torch.set_grad_enabled(any(needs)):
-                scores = compare_rows(plan.objective, teacher, draft)
-                loss = (scores.loss * weight).sum()
+                log_q = draft.log_softmax(-1)
+                losses = compute_losses(plan.objective, teacher.log_probs, teacher.labels, log_q)
+                loss = (losses * weight).sum()
             total += loss.detach()
-            counts = (weight > 0).to(wide)
-            sums[0, depth] += (scores.loss.detach() * counts).sum()
-            sums[1, depth] += (scores.hit * counts).sum()
-            sums[2, depth] += (scores.overlap * counts).sum()
+            counts = (weight[chosen] > 0).to(wide)
+            law = log_q.detach()[chosen]
+            hits = law.argmax(-1) == teacher.top[chosen]
+            kept = overlap((teacher.log_probs + teacher.log_mass)[chosen], law)
+            sums[0, depth] += (losses.detach()[chosen] * counts).sum()
+            sums[1, depth] += (hits * counts).sum()
+            sums[2, depth] += (kept * counts).sum()
             if any(needs):
                 grad = torch.autograd.grad(loss, draft)[0].to(work)
                 if gradients[0] is not None:

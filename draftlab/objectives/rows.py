@@ -5,8 +5,8 @@ Read first: read_teacher, then score_rows.
 
 Rules of a reduced vocabulary (Vd < V), written here and nowhere else:
 - the law to learn is p restricted to the draft vocabulary and renormalised (EAGLE-3, section 3);
-- a row whose answer the draft cannot say has loss 0: the target's argmax, or for cross entropy the
-  data token, is outside. It still counts as a prediction, in every mean;
+- a row whose data token lies outside the draft vocabulary has loss 0: there is nothing the draft
+  could say right. It still counts as a prediction, in every mean;
 - hit and overlap know nothing of the restriction: argmax and p are over the whole target
   vocabulary, so a target choice outside the draft vocabulary is a miss (case O-26).
 """
@@ -20,7 +20,7 @@ from draftlab.objectives.named import Objective
 from draftlab.shapes import Bool, Float, Int, Tensor
 
 # a token the target forbids outright (logit -inf) keeps a finite log: 0 * log 0 must be 0, not NaN
-_LOG_OF_NOTHING = -1e4
+LOG_OF_NOTHING = -1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ def read_teacher(
     # log_softmax is one fast kernel on CPU; logsumexp over V costs three times as much
     whole = logits.log_softmax(-1)
     if vocab_ids is None:
-        log_probs = whole.clamp_min_(_LOG_OF_NOTHING)
+        log_probs = whole.clamp_min_(LOG_OF_NOTHING)
         return Teacher(log_probs, whole.new_zeros(whole.shape[0], 1), top, labels)
-    kept = whole.index_select(-1, vocab_ids).clamp_min_(_LOG_OF_NOTHING)
+    kept = whole.index_select(-1, vocab_ids).clamp_min_(LOG_OF_NOTHING)
     log_mass = kept.logsumexp(-1, keepdim=True)
     return Teacher(
         log_probs=kept - log_mass,
         log_mass=log_mass,
-        top=_columns(top, vocab_ids),
-        labels=_columns(labels, vocab_ids),
+        top=columns_of(top, vocab_ids),
+        labels=columns_of(labels, vocab_ids),
     )
 
 
@@ -90,14 +90,30 @@ def compare_rows(
     """Score draft logits against a teacher; `loss` is differentiable in the draft logits."""
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
     log_q = draft_logits.to(wide).log_softmax(-1)
-    if objective.uses_label:
-        loss = objective.compare(log_q, teacher.labels)
-    else:
-        loss = objective.compare(teacher.log_probs, log_q).masked_fill(teacher.top < 0, 0.0)
+    loss = compute_losses(objective, teacher.log_probs, teacher.labels, log_q)
     with torch.no_grad():
         kept = overlap(teacher.log_probs + teacher.log_mass, log_q)
         hit = draft_logits.argmax(-1) == teacher.top
     return RowScores(loss, hit, kept)
+
+
+def compute_losses(
+    objective: Objective,
+    log_probs: Float[Tensor, "N C"],
+    labels: Int[Tensor, " N"],
+    log_q: Float[Tensor, "N C"],
+) -> Float[Tensor, " N"]:
+    """Compute the loss of every row; 0 where the draft cannot say the data token.
+
+    Args:
+        objective: see named.py.
+        log_probs: what to learn, over the draft vocabulary.
+        labels: column of the data token, -1 outside.
+        log_q: the draft's log law.
+    """
+    if objective.uses_label:
+        return objective.compare(log_q, labels)
+    return objective.compare(log_probs, log_q).masked_fill(labels < 0, 0.0)
 
 
 def score_rows(
@@ -119,6 +135,7 @@ def score_rows(
     return compare_rows(objective, read_teacher(target_logits, labels, vocab_ids), draft_logits)
 
 
-def _columns(ids: Tensor, vocab_ids: Tensor) -> Tensor:
+def columns_of(ids: Int[Tensor, " N"], vocab_ids: Int[Tensor, " C"]) -> Int[Tensor, " N"]:
+    """Find target ids among the ascending ids of a draft vocabulary; -1 where it lacks them."""
     index = torch.searchsorted(vocab_ids, ids).clamp_max(vocab_ids.shape[0] - 1)
     return torch.where(vocab_ids[index] == ids, index, -1)
