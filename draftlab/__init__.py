@@ -7,20 +7,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftlab.cli.by_name import answer, open_target
+    from draftlab.cli.drafters import open_drafter
     from draftlab.decoding.decoder import Decoder
-    from draftlab.drafters.store import load_drafter
     from draftlab.evaluation.suite import evaluate
     from draftlab.runs.run_dir import open_run
     from draftlab.targets.target import Target
 
-__all__ = ["Decoder", "Target", "evaluate", "load_drafter", "open_run"]
+__all__ = ["Decoder", "Target", "answer", "evaluate", "open_drafter", "open_run", "open_target"]
 
 _HOMES = {
     "Decoder": "draftlab.decoding.decoder",
     "Target": "draftlab.targets.target",
+    "answer": "draftlab.cli.by_name",
     "evaluate": "draftlab.evaluation.suite",
-    "load_drafter": "draftlab.drafters.store",
+    "open_drafter": "draftlab.cli.drafters",
     "open_run": "draftlab.runs.run_dir",
+    "open_target": "draftlab.cli.by_name",
 }
 
 

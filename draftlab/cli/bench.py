@@ -32,9 +32,9 @@ def run(args: Sequence[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from draftlab.cli.drafters import load_named_drafter
-    from draftlab.cli.eval import with_target_of_run
-    from draftlab.cli.measure import load_eval_prompts
+    from draftlab.cli.drafters import compose_for_drafters, open_drafter
+    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.measure import load_eval_prompts, require_eval_prompts
     from draftlab.cli.progress import Ticker
     from draftlab.cli.schema import EvalCommandSettings, settings_of
     from draftlab.decoding.decoder import Decoder
@@ -42,16 +42,17 @@ def run(args: Sequence[str]) -> int:
     from draftlab.evaluation.peers import TransformersDecoding
     from draftlab.evaluation.speed import Answers, compute_speed, measure
     from draftlab.runs.provenance import describe_machine, describe_versions
-    from draftlab.settings.compose import compose
     from draftlab.targets.load import load_target
 
     named = any(word.startswith("drafter=") for word in words)
-    settings = settings_of(EvalCommandSettings, compose("eval", with_target_of_run(words)))
+    settings = settings_of(EvalCommandSettings, compose_for_drafters("eval", words))
     decode = settings.decode
     if decode.temperature != 0:
         raise ConfigError("bench decode compares greedy decoding; pass decode=greedy")
+    require_eval_prompts(settings.eval, settings.paths.cache / "data")
+    apply_hardware(settings.hardware)
     target = load_target(settings.target)
-    ngram = load_named_drafter("ngram", target)
+    ngram = open_drafter("ngram", target)
     arms: dict[str, Answers] = {
         _PLAIN: TransformersDecoding(target),
         _LOOKUP: TransformersDecoding(target, prompt_lookup=_PROMPT_LOOKUP_TOKENS),
@@ -59,7 +60,7 @@ def run(args: Sequence[str]) -> int:
         _NGRAM: Decoder(target, ngram, decode),
     }
     if named and settings.drafter != "ngram" and getattr(settings.drafter, "kind", "") != "ngram":
-        drafter = load_named_drafter(settings.drafter, target)
+        drafter = open_drafter(settings.drafter, target)
         arms[f"draftlab {drafter.kind}"] = Decoder(target, drafter, decode)
     prompts, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
     take = max(1, settings.eval.speed_prompts_per_domain)
@@ -84,8 +85,9 @@ def run(args: Sequence[str]) -> int:
         for base in (_PLAIN, _LOOKUP, _OWN):
             stats = None if base == name else compute_speed(timings, arm=name, baseline=base)
             ratio = stats.end_to_end_speedup if stats else None
-            has_interval = ratio is not None and ratio.low is not None
-            span = f" ({ratio.low:.2f}-{ratio.high:.2f})" if has_interval else ""
+            span = ""
+            if ratio is not None and ratio.low is not None:
+                span = f" ({ratio.low:.2f}-{ratio.high:.2f})"
             cells.append(f"{ratio.value:.2f}{span}" if ratio and ratio.value else "-")
         steps = [s for t in mine for s in t.generation.steps]
         is_ours = name.startswith("draftlab")
@@ -93,11 +95,13 @@ def run(args: Sequence[str]) -> int:
         table.add_row(name, f"{rate:.1f}", *cells, f"{tau:.2f}" if tau else "-")
     Console().print(table)
     machine, spec, report = describe_machine(), target.spec, target.report
+    versions = describe_versions()
+    named_versions = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
     for line in (
         f"{len(ids)} prompts, at most {settings.eval.speed_max_new_tokens} tokens each, batch 1, "
         "greedy, prefill included, arms in turns",
         f"{spec.name} ({spec.quantisation}), {spec.dtype}, kernels {report['kernels']}",
-        f"{machine['cpu']}, {machine['torch_threads']} threads, {describe_versions()}",
+        f"{machine['cpu']}, {machine['torch_threads']} threads, {named_versions}",
     ):
         print(line)
     return 0

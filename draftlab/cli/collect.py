@@ -102,6 +102,15 @@ def collect_samples(
         max_tokens=data.max_tokens,
         template_options=data.template_options,
     )
+    if too_long and is_first_rank:
+        log.info(
+            "%d training prompts leave no room for an answer in data.max_tokens=%d (%s reads %d): "
+            "left out",
+            too_long,
+            data.max_tokens,
+            target.spec.name,
+            target.spec.max_positions,
+        )
     store = ShardStore(answers_folder(target, questions, answering, paths, needs, seed, data))
     if not may_answer:
         log.info("answers as an earlier run left them: %s", store.folder)
@@ -151,7 +160,7 @@ def encode_prompts(
             continue
         prompts.setdefault(question.domain, []).append(ids)
     if too_long:
-        log.info("%d prompts are longer than %s reads", too_long, target.spec.name)
+        log.info("%d prompts are too long for %s: left out", too_long, target.spec.name)
     return prompts
 
 

@@ -71,6 +71,7 @@ def _take_own_words(words: list[str]) -> tuple[float, bool, list[str]]:
 
 def _open(minutes: float, is_fresh: bool, words: list[str], began: float) -> tuple["Demo", bool]:
     """Find the newest demo of equal words, or begin one."""
+    from draftlab.cli.hardware import apply_hardware
     from draftlab.cli.schema import RunSettings, settings_of
     from draftlab.runs.provenance import collect_provenance
     from draftlab.runs.run_dir import create_run, list_runs, write_json
@@ -78,6 +79,7 @@ def _open(minutes: float, is_fresh: bool, words: list[str], began: float) -> tup
     from draftlab.targets.load import resolve
 
     settings = settings_of(RunSettings, compose("train", words))
+    apply_hardware(settings.hardware)
     asked = json.dumps([minutes, settings.model_dump(mode="json")], sort_keys=True)
     digest = hashlib.sha256(asked.encode()).hexdigest()
     if not is_fresh:
@@ -131,10 +133,10 @@ class Demo:
 
     def say_where(self) -> None:
         """Print the verdict and the report's place."""
-        from draftlab.cli.reporting import find_result
+        from draftlab.cli.reporting import find_evaluation
         from draftlab.reports.words import verdict
 
-        told = verdict(find_result(self.run))
+        told = verdict(find_evaluation(self.run).result)
         print("\n".join([told.headline, *told.lines]))
         print(f"report {self.run.report_html_path}\n       {self.run.report_md_path}")
 
@@ -150,14 +152,20 @@ class Demo:
             self.total_s, time.monotonic() - self._began, rates, len(load_prompts("train"))
         )
         print(plan.describe())
+        sampled = {"temperature": 0.7, "top_p": 0.95} if plan.answers_per_prompt > 1 else {}
         regenerate = settings.regenerate.model_copy(
-            update={"answers_per_prompt": plan.answers_per_prompt}
-            | ({"temperature": 0.7, "top_p": 0.95} if plan.answers_per_prompt > 1 else {})
+            update={
+                "answers_per_prompt": plan.answers_per_prompt,
+                "prompts_per_shard": plan.prompts_per_shard,
+                **sampled,
+            }
         )
+        data = settings.data.model_copy(update={"max_samples": plan.num_prompts})
         train = settings.train.model_copy(update={"max_minutes": round(plan.train_s / 60, 2)})
         settings = settings.model_copy(
             update={
                 "eval": apply_to_eval(plan, settings.eval),
+                "data": data,
                 "regenerate": regenerate,
                 "train": train,
             }
@@ -183,10 +191,12 @@ class Demo:
             done = decoder.generate(ids[:batch], max_new_tokens=tokens, batch_size=batch)
             return sum(len(d.output_ids) for d in done) / (time.monotonic() - began)
 
+        batch = min(len(ids), settings.regenerate.batch_size)
+        decoder.generate(ids[:batch], max_new_tokens=2, batch_size=batch)
         return Rates(
             single=rate(1, 64),
-            batched=rate(min(len(ids), settings.eval.batch_size), 24),
-            answering=rate(min(len(ids), settings.regenerate.batch_size), 24),
+            batched=rate(min(len(ids), settings.eval.batch_size), 32),
+            answering=rate(batch, 48),
         )
 
     def _measure_ngram(self) -> None:
@@ -255,7 +265,7 @@ class Demo:
         self._mark("final", {"seconds_in_all": round(time.monotonic() - self._began, 1)})
 
     def _measure(self, label: str, name: str, *, pending: tuple[str, ...]) -> None:
-        from draftlab.cli.drafters import load_named_drafter
+        from draftlab.cli.drafters import open_drafter
         from draftlab.cli.measure import measure_drafters
         from draftlab.cli.reporting import write_report
         from draftlab.evaluation.results import read_result
@@ -265,7 +275,7 @@ class Demo:
         earlier = read_result(summary) if "ngram" in self.stages and summary.is_file() else None
         result = measure_drafters(
             self.target,
-            {label: load_named_drafter(name, self.target)},
+            {label: open_drafter(name, self.target)},
             self.settings.eval,
             self.settings.decode,
             folder=folder,

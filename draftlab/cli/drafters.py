@@ -1,17 +1,19 @@
 """One way to name a drafter everywhere: a kind, a run, a folder, or a hub id."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from draftlab.drafters.base import Drafter, DrafterSettings
 from draftlab.drafters.store import build_drafter, load_drafter
 from draftlab.errors import CheckpointError, ConfigError
 from draftlab.runs.run_dir import RunDir
-from draftlab.settings.compose import compose, near_names
+from draftlab.settings.compose import Composed, compose, near_names
 from draftlab.settings.locate import conf_dir
 from draftlab.targets.target import Target
 
 
-def load_named_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
+def open_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
     """Load or build a drafter, ready to decode with this target.
 
     Args:
@@ -31,10 +33,41 @@ def load_named_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
                 f"(draftlab train drafter={name.kind} makes one)"
             )
     elif name in _kinds():
-        drafter = load_named_drafter(_settings_of_kind(name), target)
+        drafter = open_drafter(_settings_of_kind(name), target)
     else:
         drafter = load_drafter(find_drafter_folder(name), target.view)
     return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
+def compose_for_drafters(primary: str, words: Sequence[str]) -> Composed:
+    """Compose, with the target and the hardware of the first run that is named.
+
+    Words that choose or change either beat the run. What a run saved is taken as it is: typed anew,
+    its nulls would let a preset's values win.
+
+    Raises:
+        ConfigError: the words do not compose, or name a drafter that is not there.
+    """
+    composed = compose(primary, words)
+    listed = composed.data.get("drafters")
+    names = [*listed] if isinstance(listed, list) else [composed.data["drafter"]]
+    trained = [name for name in names if isinstance(name, str) and name not in _kinds()]
+    for name in trained:
+        if not _may_be_hub_id(name):
+            find_drafter_folder(name)
+    runs = [run for name in trained if (run := find_owning_run(name)) is not None]
+    if runs:
+        saved = runs[0].read_config()
+        _take_over(composed, words, "target", saved.get("target"))
+        _take_over(composed, words, "hardware", _alone(saved.get("hardware")))
+    return composed
+
+
+def find_owning_run(name: str) -> RunDir | None:
+    """Find the run that a drafter's name means: the run's folder, or one of its checkpoints."""
+    path = Path(name).expanduser().absolute()
+    run = RunDir(path.parent.parent if path.parent.name == "checkpoints" else path)
+    return run if run.config_path.is_file() else None
 
 
 def drafter_label(name: str | DrafterSettings) -> str:
@@ -64,12 +97,33 @@ def find_drafter_folder(name: str) -> Path:
         return found
     if path.exists():
         raise ConfigError(f"{path} holds no drafter: expected drafter.json, or a run folder")
-    if name.count("/") == 1 and not name.startswith((".", "~", "/")):
+    if _may_be_hub_id(name):
         return _download(name)
     raise ConfigError(
         f"no drafter {name!r}: expected one of {', '.join(_kinds())}, a run or drafter folder, or "
         f"a hub id OWNER/NAME; near: {', '.join(near_names(name, _kinds()))}"
     )
+
+
+def _may_be_hub_id(name: str) -> bool:
+    is_path = name.startswith((".", "~", "/")) or Path(name).exists()
+    return name.count("/") == 1 and not is_path
+
+
+def _take_over(composed: Composed, words: Sequence[str], group: str, saved: Any) -> None:
+    if saved is None or any(word.startswith((f"{group}=", "recipe=")) for word in words):
+        return
+    keys = [word.partition("=")[0].partition(".") for word in words]
+    typed = {key for name, dot, key in keys if name == group and dot}
+    composed.data[group] = {**saved, **{key: composed.data[group][key] for key in typed}}
+
+
+def _alone(hardware: Any) -> Any:
+    """Give one process what a run gave several."""
+    if hardware is None or hardware["num_processes"] == 1:
+        return hardware
+    kind = "cpu" if hardware["kind"] == "cpu" else "single_gpu"
+    return {**hardware, "kind": kind, "num_processes": 1, "threads": None}
 
 
 def _download(name: str) -> Path:

@@ -1,9 +1,13 @@
 """`draftlab eval`: acceptance, speed and losslessness by domain."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import itertools
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from draftlab.cli.words import split_words
+
+if TYPE_CHECKING:
+    from draftlab.drafters.base import Drafter
 
 HELP = """usage: draftlab eval drafter=DRAFTER [target=...] [eval=domains] [key=value ...]
 
@@ -14,7 +18,7 @@ exit code 3 when the audit finds a defect.
 
   drafter=DRAFTER              ngram, a run, a drafter folder or a hub id
   drafters=[ngram,RUN]         several, compared in one report
-  target=...                   a run's own target when left out
+  target=... hardware=...      a run's own when left out
   eval=domains|smoke           eval.prompts=my.jsonl, eval.draft_lengths=[2,4]
   decode=greedy|sampled        decode.num_draft_tokens=4 fixes K instead of choosing it
 
@@ -27,33 +31,34 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Measure, write the report, and say the verdict."""
     _, words = split_words(args, most=0)
-    from draftlab.cli.drafters import drafter_label, load_named_drafter
-    from draftlab.cli.measure import measure_drafters
+    from draftlab.cli.drafters import compose_for_drafters, find_owning_run, open_drafter
+    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.measure import measure_drafters, require_eval_prompts
     from draftlab.cli.reporting import write_report
     from draftlab.cli.schema import EvalCommandSettings, settings_of
     from draftlab.errors import LosslessViolation
     from draftlab.reports.words import verdict
     from draftlab.runs.provenance import collect_provenance
-    from draftlab.runs.run_dir import RunDir, create_run, write_json
-    from draftlab.settings.compose import compose
+    from draftlab.runs.run_dir import create_run, write_json
     from draftlab.targets.load import load_target, resolve
 
-    words = with_target_of_run(words)
-    settings = settings_of(EvalCommandSettings, compose("eval", words))
+    settings = settings_of(EvalCommandSettings, compose_for_drafters("eval", words))
+    require_eval_prompts(settings.eval, settings.paths.cache / "data")
+    apply_hardware(settings.hardware)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     names = list(settings.drafters) if settings.drafters else [settings.drafter]
     target = load_target(settings.target)
-    drafters = {}
+    drafters: dict[str, Drafter] = {}
     for name in names:
-        drafter = load_named_drafter(name, target)
-        label = drafter.kind if drafter.kind not in drafters else drafter_label(name)
-        drafters[label] = drafter
-    owner = _owning_run(names)
-    if owner is None:
+        drafter = open_drafter(name, target)
+        drafters[_free_label(drafter, name, drafters)] = drafter
+    runs = [run for name in names if isinstance(name, str) and (run := find_owning_run(name))]
+    if runs:
+        owner = runs[0]  # its drafter is measured: the report belongs there
+    else:
         owner = create_run(settings.paths.outputs, "eval")
         owner.write_config(settings.model_dump(mode="json"))
         write_json(owner.provenance_path, collect_provenance(seed=settings.seed))
-    assert isinstance(owner, RunDir)
     result = measure_drafters(
         target,
         drafters,
@@ -74,36 +79,11 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def with_target_of_run(words: list[str]) -> list[str]:
-    """Take the target of the first named run when no word names a target."""
-    import yaml
+def _free_label(drafter: "Drafter", name: Any, taken: Collection[str]) -> str:
+    """Give a drafter a name of its own in tables: its kind, else its folder's, else a number."""
+    from draftlab.cli.drafters import drafter_label
 
-    if any(word.startswith(("target=", "target.", "recipe=")) for word in words):
-        return words
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in ("drafter", "drafters", "init"):
-            continue
-        for name in value.strip("[]").split(","):
-            for folder in (
-                Path(name.strip()).expanduser(),
-                *Path(name.strip()).expanduser().parents[:2],
-            ):
-                config = folder / "config.yaml"
-                if config.is_file():
-                    saved = yaml.safe_load(config.read_text(encoding="utf-8")).get("target", {})
-                    given = [
-                        f"target.{key}={value}" for key, value in saved.items() if value is not None
-                    ]
-                    return [f"target={saved['source']}", *given, *words]
-    return words
-
-
-def _owning_run(names: Sequence[object]) -> object:
-    """The run whose drafter is measured; its report is written there."""
-    from draftlab.runs.run_dir import RunDir
-
-    for name in names:
-        if isinstance(name, str) and (Path(name).expanduser() / "config.yaml").is_file():
-            return RunDir(Path(name).expanduser())
-    return None
+    label = drafter_label(name)
+    numbered = (f"{label} {i}" for i in itertools.count(2))
+    every = itertools.chain((drafter.kind, label), numbered)
+    return next(one for one in every if one not in taken)

@@ -7,7 +7,7 @@ from typing import Any
 from draftlab.cli.words import split_words
 from draftlab.errors import ConfigError
 from draftlab.runs.run_dir import RunDir
-from draftlab.settings.compose import compose, expand_home
+from draftlab.settings.compose import expand_home
 
 HELP = """
 usage: draftlab export drafter=RUN_OR_FOLDER [export=vllm|hf] [out=FOLDER] [key=value ...]
@@ -41,13 +41,19 @@ def run(args: list[str]) -> int:
 
 
 def _export(words: Sequence[str], out: str | None) -> Any:
-    from draftlab.cli.drafters import find_drafter_folder, load_named_drafter
+    from draftlab.cli.drafters import (
+        compose_for_drafters,
+        find_drafter_folder,
+        find_owning_run,
+        open_drafter,
+    )
+    from draftlab.cli.hardware import apply_hardware
     from draftlab.cli.schema import ExportCommandSettings, settings_of
     from draftlab.drafters.store import read_card
     from draftlab.export.base import export_drafter, format_class, refuse_taken
     from draftlab.targets.load import load_target
 
-    composed = compose("export", words)
+    composed = compose_for_drafters("export", words)
     name = composed.data["drafter"]
     if not isinstance(name, str):
         raise ConfigError(
@@ -56,17 +62,16 @@ def _export(words: Sequence[str], out: str | None) -> Any:
             "to export, servers have it built in"
         )
     source = find_drafter_folder(name)
-    run = _run_of(source)
-    if run is not None and not any(word.startswith(("target", "recipe=")) for word in words):
-        composed.data["target"] = run.read_config()["target"]
+    run = find_owning_run(str(source))
     settings = settings_of(ExportCommandSettings, composed)
     format_class(settings.export.format)
     folder = _folder(out, run, settings.export.format, name)
     refuse_taken(folder, settings.export)
     history = read_card(source).extra
     length = history.get("train", {}).get("row_tokens")
+    apply_hardware(settings.hardware)
     target = load_target(settings.target)
-    drafter = load_named_drafter(name, target)
+    drafter = open_drafter(name, target)
     return export_drafter(
         drafter,
         target.view,
@@ -87,12 +92,6 @@ def _folder(out: str | None, run: RunDir | None, form: str, name: str) -> Path:
     if run is None:
         raise ConfigError(f"drafter {name} lies in no run; say where to write: out=FOLDER")
     return run.export_path(form)
-
-
-def _run_of(folder: Path) -> RunDir | None:
-    """Find the run that a checkpoint belongs to: RUN/checkpoints/step-N."""
-    run = RunDir(folder.absolute().parent.parent)
-    return run if run.config_path.is_file() else None
 
 
 def _servable_name(target: Any) -> str | None:

@@ -51,19 +51,19 @@ class TextStream:
 def run(args: Sequence[str]) -> int:
     """Answer one prompt."""
     _, words = split_words(args, most=0)
-    from draftlab.cli.drafters import load_named_drafter
-    from draftlab.cli.eval import with_target_of_run
+    from draftlab.cli.drafters import compose_for_drafters, open_drafter
+    from draftlab.cli.hardware import apply_hardware
     from draftlab.cli.schema import GenerateCommandSettings, settings_of
     from draftlab.data.chat import encode_prompt
     from draftlab.decoding.decoder import Decoder
-    from draftlab.settings.compose import compose
     from draftlab.targets.load import load_target
 
-    settings = settings_of(GenerateCommandSettings, compose("generate", with_target_of_run(words)))
+    settings = settings_of(GenerateCommandSettings, compose_for_drafters("generate", words))
     if not settings.prompt:
         raise ConfigError('nothing to answer; pass prompt="..."')
+    apply_hardware(settings.hardware)
     target = load_target(settings.target)
-    drafter = load_named_drafter(settings.drafter, target)
+    drafter = open_drafter(settings.drafter, target)
     ids = encode_prompt(target.tokenizer, [{"role": "user", "content": settings.prompt}])
     stream, is_terminal = TextStream(target.tokenizer), sys.stdout.isatty()
 

@@ -17,7 +17,8 @@ class HardwareSettings(Settings):
     Attributes:
         kind: processor, one CUDA device, or one CUDA device a process.
         num_processes: processes that train together.
-        threads: threads of each process; None shares the cores among the processes.
+        threads: threads of each process; None takes OMP_NUM_THREADS where that is set, else shares
+            the cores among the processes.
     """
 
     kind: Literal["cpu", "single_gpu", "ddp"]
@@ -35,7 +36,9 @@ class HardwareSettings(Settings):
 
     def resolved(self) -> "HardwareSettings":
         """Decide what was left open, once, so that a resumed run computes the same."""
-        threads = self.threads or max(1, num_cores() // self.num_processes)
+        wanted = os.environ.get("OMP_NUM_THREADS", "")
+        shared = max(1, num_cores() // self.num_processes)
+        threads = self.threads or (int(wanted) if wanted.isdecimal() and int(wanted) else shared)
         return self.model_copy(update={"threads": threads})
 
 

@@ -15,7 +15,7 @@ from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.estimate import Estimate, estimate_run, require_disk
 from draftlab.cli.hardware import launcher_command, launcher_environment
 from draftlab.cli.schema import RunSettings, settings_of
-from draftlab.cli.worker import read_run_settings, work
+from draftlab.cli.worker import LAUNCHED, read_run_settings, work
 from draftlab.errors import ConfigError, DraftlabError
 from draftlab.runs.provenance import collect_provenance
 from draftlab.runs.run_dir import RunDir, create_run, list_runs, open_run, write_json
@@ -134,11 +134,12 @@ def _interrupted_run(family: Path, digest: str) -> RunDir | None:
 
 def _work_in_processes(run: RunDir, settings: RunSettings) -> None:
     words = ["draftlab.cli.worker", str(run.path)]
-    done = subprocess.run(
-        launcher_command(settings.hardware, words),
-        env=launcher_environment(settings.hardware),
-        check=False,
-    )
+    with run.hold():  # the workers end when this process lets go, however it ends
+        done = subprocess.run(
+            launcher_command(settings.hardware, words),
+            env=launcher_environment(settings.hardware) | {LAUNCHED: "1"},
+            check=False,
+        )
     if done.returncode != 0:
         raise DraftlabError(
             f"a worker of {run.path} failed (exit code {done.returncode}); what it said stands "

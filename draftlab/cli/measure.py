@@ -17,6 +17,16 @@ from draftlab.targets.target import Target
 _VALIDATION_SHARE = 4  # of a file of one's own, every 4th prompt a domain chooses K
 
 
+def require_eval_prompts(settings: EvalSettings, cache: Path) -> None:
+    """Refuse prompts that cannot be read, before a target is loaded for them.
+
+    Raises:
+        DataError: a missing file, or bad lines.
+    """
+    if settings.prompts != "builtin":
+        read_files([settings.prompts], cache_dir=cache)
+
+
 def load_eval_prompts(
     target: Target, settings: EvalSettings, cache: Path
 ) -> tuple[dict[str, list[list[int]]], dict[str, list[list[int]]]]:

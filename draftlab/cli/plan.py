@@ -75,6 +75,12 @@ class StagePlan:
     speed_prompts_per_domain: int
     speed_max_new_tokens: int
 
+    @property
+    def prompts_per_shard(self) -> int:
+        """Answers committed at once: large shards lose less time, small ones less work."""
+        answers = self.num_prompts * self.answers_per_prompt
+        return 128 if answers >= 512 else 64 if answers >= 192 else 32
+
     def describe(self) -> str:
         """Print the plan for people."""
         rows = (

@@ -30,6 +30,7 @@ class Ticker:
         self.done = 0
         self._note = ""
         self._began = self._last_line = time.monotonic()
+        self._last_done = -1  # units the last line told of
         self._is_terminal = sys.stdout.isatty()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -55,7 +56,7 @@ class Ticker:
         trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
-        if not self._is_terminal and kind is None:
+        if not self._is_terminal and kind is None and self._last_done != self.done:
             self._print_line()
 
     def advance(self, units: int = 1, *, note: str | None = None) -> None:
@@ -73,6 +74,7 @@ class Ticker:
             self._print_line()
 
     def _print_line(self) -> None:
+        self._last_done = self.done
         spent = time.monotonic() - self._began
         left = spent / self.done * (self.total - self.done) if self.done else None
         eta = f", {left:.0f} s left" if left and left >= 1 else ""

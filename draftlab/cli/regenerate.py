@@ -23,13 +23,15 @@ def run(args: Sequence[str]) -> int:
     """Answer what is missing, and say where the answers are."""
     _, words = split_words(args, most=0)
     from draftlab.cli.collect import collect_samples
-    from draftlab.cli.schema import RunSettings, settings_of
+    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.launch import compose_run, require_inputs
     from draftlab.cli.train_job import find_needs
-    from draftlab.settings.compose import compose
     from draftlab.targets.load import load_target
 
-    settings = settings_of(RunSettings, compose("train", words))
+    settings, _ = compose_run(words)
     data = settings.data.model_copy(update={"answers": "target"})
+    require_inputs(settings.model_copy(update={"data": data}))
+    apply_hardware(settings.hardware)
     target = load_target(settings.target)
     collected = collect_samples(
         target,

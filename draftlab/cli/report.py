@@ -21,10 +21,10 @@ def run(args: Sequence[str]) -> int:
     read_options(words, {})
     if not things:
         raise ConfigError("which run? usage: draftlab report RUN; `draftlab runs` lists them")
-    from draftlab.cli.reporting import find_result, write_report
+    from draftlab.cli.reporting import find_evaluation, write_report
     from draftlab.runs.run_dir import open_run
 
     opened = open_run(things[0])
-    page, text = write_report(opened, find_result(opened))
+    page, text = write_report(opened, find_evaluation(opened).result)
     print(f"report {page}\n       {text}")
     return 0

@@ -1,12 +1,15 @@
 """A run's report, from what lies in its folder: evaluation, metrics, provenance."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from draftlab.errors import CheckpointError
-from draftlab.evaluation.results import EvalResult, read_result
+from draftlab.evaluation.files import Evaluation, read_eval
+from draftlab.evaluation.results import EvalResult
 from draftlab.reports import html
 from draftlab.reports.facts import ReportInput, TrainingFacts
+from draftlab.reports.samples import pick_samples
 from draftlab.runs.metrics_log import read_metrics
 from draftlab.runs.run_dir import RunDir
 
@@ -29,39 +32,46 @@ def write_report(
         result=result,
         training=_training_facts(run, metrics),
         metrics=metrics,
+        samples=pick_samples(read_eval(run.eval_path(result.suite))),
         run=run.path.name,
         pending=pending,
     )
     return html.write_report(run.path, given)
 
 
-def find_result(run: RunDir) -> EvalResult:
-    """Read the newest evaluation of a run.
+def find_evaluation(run: RunDir, suite: str | None = None) -> Evaluation:
+    """Read an evaluation of a run: of a suite, or the newest.
 
     Raises:
-        CheckpointError: it was never evaluated.
+        CheckpointError: there is none.
     """
     found = sorted(run.path.glob("eval/*/summary.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise CheckpointError(
             f"run {run.path} was never evaluated; draftlab eval drafter={run.path} does that"
         )
-    return read_result(found[-1])
+    if suite is None:
+        return read_eval(found[-1].parent)
+    folders = {path.parent.name: path.parent for path in found}
+    if suite not in folders:
+        raise CheckpointError(
+            f"run {run.path} has no evaluation of suite {suite!r}; it has {', '.join(folders)}"
+        )
+    return read_eval(folders[suite])
 
 
 def _training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[TrainingFacts, ...]:
     """Read how the run's drafter was trained; nothing when there is no checkpoint yet."""
-    from draftlab.drafters.store import read_card
-
     folder = run.pointed("best") or run.pointed("latest")
     steps = [row for row in metrics if row["split"] == "train"]
     if folder is None or not steps:
         return ()
-    card = read_card(folder)
-    data = card.extra.get("data", {})
+    # read as it is: what would check it needs torch, and a report is written without
+    card = json.loads((folder / "drafter.json").read_text(encoding="utf-8"))
+    data = card["extra"].get("data", {})
     return (
         TrainingFacts(
-            drafter=card.settings.kind,
+            drafter=card["kind"],
             num_steps=max(row["step"] for row in steps),
             minutes=_training_minutes(steps),
             num_tokens=data.get("num_answer_tokens") or data.get("data", {}).get("num_learned", 0),

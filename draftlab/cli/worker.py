@@ -7,6 +7,8 @@ import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 from draftlab.cli.hardware import apply_hardware
@@ -14,6 +16,9 @@ from draftlab.cli.schema import RunSettings
 from draftlab.errors import DraftlabError
 from draftlab.runs.run_dir import RunDir, open_run
 from draftlab.settings.base import parse_settings
+
+LAUNCHED = "DRAFTLAB_LAUNCHED"  # set where `draftlab train` holds the run while its workers work
+_LOOK_EVERY_S = 1.0
 
 
 def read_run_settings(run: RunDir) -> RunSettings:
@@ -30,12 +35,15 @@ def work(run: RunDir) -> None:
     from draftlab.cli.train_job import run_training
 
     settings = read_run_settings(run)
+    is_launched = LAUNCHED in os.environ
+    if is_launched:
+        _end_with_launcher(run)
     apply_hardware(settings.hardware)
     if not _is_first_rank():
         logging.getLogger("draftlab").setLevel(logging.WARNING)
         run_training(run, settings)
         return
-    with run.hold(), _logging_to(run):
+    with contextlib.nullcontext() if is_launched else run.hold(), _logging_to(run):
         run_training(run, settings)
         run.mark_finished()
 
@@ -50,6 +58,20 @@ def main(argv: list[str]) -> int:
         print(f"draftlab train: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _end_with_launcher(run: RunDir) -> None:
+    """End this process when the one that launched it is gone, killed or not.
+
+    Left alone it would go on training, and the same command would not find an interrupted run.
+    """
+
+    def watch() -> None:
+        while run.is_running:
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _is_first_rank() -> bool:

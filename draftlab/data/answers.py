@@ -92,7 +92,8 @@ class ShardStore:
             text = json.dumps(given, indent=1, ensure_ascii=False)
             write_whole(path, lambda temporary: _write_text(temporary, text))
             return
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = _flat(json.loads(path.read_text(encoding="utf-8")))
+        given = _flat(given)
         differing = [
             f"{key}: {_short(saved.get(key))} there, {_short(given.get(key))} now"
             for key in sorted({*saved, *given})
@@ -247,6 +248,17 @@ def _lay_out(
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name nested values by dotted keys, so that a difference is shown where it is."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _short(value: object) -> str:

@@ -16,7 +16,8 @@ import torch
 
 from draftlab.data.answers import AnswerFeatures, AnswerRecord, ShardStore
 from draftlab.data.chat import encode_prompt
-from draftlab.data.conversations import Conversation
+from draftlab.data.conversations import Conversation, to_prompt
+from draftlab.data.template import RowProblem
 from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.records import Generation
 from draftlab.decoding.settings import DecodeSettings, RegenerateSettings
@@ -28,6 +29,8 @@ from draftlab.targets.features import FeatureRequest
 from draftlab.targets.target import Target
 
 _PREFILL_TOKENS = 512
+_LEAST_ANSWER_TOKENS = 8
+_MAX_LISTED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +93,15 @@ def list_questions(
         target: whose template and tokenizer.
         conversations: at least one.
         settings: how many answers each.
-        max_tokens: longest row a drafter trains on; a prompt that leaves no room is left out.
+        max_tokens: longest row a drafter trains on; a prompt that leaves no room for 8 tokens of
+            answer is left out.
         template_options: further variables of the chat template.
 
     Returns:
         Questions in order, and how many conversations were left out as too long.
 
     Raises:
-        DataError: nothing to answer.
+        DataError: nothing to answer, or prompts that the template refuses, each named.
         ConfigError: several greedy answers to one prompt would be equal.
     """
     if settings.answers_per_prompt > 1 and settings.sampling.is_greedy:
@@ -105,21 +109,30 @@ def list_questions(
             f"regenerate.answers_per_prompt={settings.answers_per_prompt} at temperature 0 would "
             "write the same answer again; pass regenerate.temperature=0.7 or so"
         )
-    questions, too_long = [], 0
+    questions, refused, too_long = [], [], 0
     for conversation in conversations:
-        messages = list(conversation.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
+        asked = to_prompt(conversation)
+        if asked is None:
             continue
-        ids = encode_prompt(target.tokenizer, messages, conversation.tools, template_options)
-        if len(ids) + 8 > min(max_tokens, target.spec.max_positions):
+        try:
+            ids = encode_prompt(target.tokenizer, asked.messages, asked.tools, template_options)
+        except RowProblem as problem:
+            refused.append(f"{asked.source or asked.id}: {problem}")
+            continue
+        if len(ids) + _LEAST_ANSWER_TOKENS > min(max_tokens, target.spec.max_positions):
             too_long += 1
             continue
         questions += [
-            Question(conversation.id, conversation.domain, tuple(messages), ids, sample)
+            Question(asked.id, asked.domain, asked.messages, ids, sample)
             for sample in range(settings.answers_per_prompt)
         ]
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused[:_MAX_LISTED])
+        rest = f"\n  and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
+        raise DataError(
+            f"the chat template of {target.spec.name} cannot ask {len(refused)} of "
+            f"{len(conversations)} prompts; change them, or leave them out:\n{listed}{rest}"
+        )
     if not questions:
         raise DataError(
             f"none of {len(conversations)} conversations has a question that fits "
@@ -151,7 +164,7 @@ def regenerate(
         store: where shards go; those that are whole are kept.
         needs: hidden states to capture when settings.capture_features.
         seed: root of the draws.
-        max_tokens: longest row; an answer ends there at the latest.
+        max_tokens: longest row; an answer ends there at the latest, by its own prompt's length.
         on_answer: called with each finished answer.
         on_shard: called after each shard with (shards done, shards in all); False stops early.
 
@@ -185,23 +198,17 @@ def _answer_shard(
 ) -> None:
     recorder = FeatureRecorder(needs) if settings.capture_features else None
     decoder = Decoder(target, None, _decode_settings(settings, seed), listener=recorder)
-    longest = max(len(question.prompt_ids) for question in questions)
+    # each answer has the room its own prompt leaves, whatever its shard-mates leave: what the
+    # shortest prompt allows is decoded, and longer rows are cut below
+    shortest = min(len(question.prompt_ids) for question in questions)
     generations = decoder.generate(
         [question.prompt_ids for question in questions],
-        max_new_tokens=min(settings.max_new_tokens, max(8, max_tokens - longest)),
+        max_new_tokens=min(settings.max_new_tokens, max_tokens - shortest),
         row_keys=[derive_seed("answer", q.prompt_id, q.sample_index) for q in questions],
         on_finish=on_answer,
     )
     records = [
-        AnswerRecord(
-            prompt_id=question.prompt_id,
-            domain=question.domain,
-            messages=question.messages,
-            prompt_ids=tuple(question.prompt_ids),
-            answer_ids=generation.output_ids,
-            finish=generation.finish,
-            sample_index=question.sample_index,
-        )
+        _record(question, generation, max_tokens - len(question.prompt_ids))
         for question, generation in zip(questions, generations, strict=True)
     ]
     features = None
@@ -209,6 +216,19 @@ def _answer_shard(
         # the last token of an answer was never run through the target: one position less
         features = [recorder.take(i, r.num_tokens - 1) for i, r in enumerate(records)]
     store.write(index, records, features)
+
+
+def _record(question: Question, generation: Generation, room: int) -> AnswerRecord:
+    is_cut = len(generation.output_ids) > room
+    return AnswerRecord(
+        prompt_id=question.prompt_id,
+        domain=question.domain,
+        messages=question.messages,
+        prompt_ids=tuple(question.prompt_ids),
+        answer_ids=generation.output_ids[:room],
+        finish="length" if is_cut else generation.finish,
+        sample_index=question.sample_index,
+    )
 
 
 def _decode_settings(settings: RegenerateSettings, seed: int) -> DecodeSettings:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,10 +20,7 @@ class DeviceClock:
         """Choose the device; `now` and `synchronise` are replaced in tests."""
         self._now = now
         if synchronise is None and device.type == "cuda":
-
-            def synchronise() -> None:
-                torch.cuda.synchronize(device)
-
+            synchronise = partial(torch.cuda.synchronize, device)
         self._synchronise = synchronise
 
     def read(self) -> float:

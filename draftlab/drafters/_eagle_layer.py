@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from draftlab.drafters.layers import LayerSizes, RMSNorm, SwiGLU, fuse, rotate
-from draftlab.shapes import Float, Int, Tensor
+from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.attention import attend, tile_mask
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.packing import PackedLinear
@@ -39,7 +39,9 @@ class EagleLayer(nn.Module):
         self.hidden_norm = RMSNorm(sizes.hidden, sizes.eps) if is_first else None
         self.post_attention_layernorm = RMSNorm(sizes.hidden, sizes.eps)
 
-    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def read(
+        self, embedded: Float[Tensor, "*N D"], hidden: Float[Tensor, "*N D"]
+    ) -> tuple[Float[Tensor, "*N In"], Float[Tensor, "*N D"]]:
         """Give the attention's input and the residual."""
         if self.hidden_norm is None:
             return self.input_layernorm(hidden), hidden
@@ -47,17 +49,23 @@ class EagleLayer(nn.Module):
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return joined, normed if self.norm_before_residual else hidden
 
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Project and turn queries: [B A Hq Dh]."""
+    def queries(
+        self, x: Float[Tensor, "B A In"], cos: Float[Tensor, "B A Dr"], sin: Float[Tensor, "B A Dr"]
+    ) -> Float[Tensor, "B A Hq Dh"]:
+        """Project and turn queries."""
         return rotate(self.self_attn.q_proj(x).unflatten(-1, (-1, self.sizes.head_dim)), cos, sin)
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Project keys, turned, and values: [B T H Dh] each."""
+    def keys_values(
+        self, x: Float[Tensor, "B T In"], cos: Float[Tensor, "B T Dr"], sin: Float[Tensor, "B T Dr"]
+    ) -> tuple[Float[Tensor, "B T H Dh"], Float[Tensor, "B T H Dh"]]:
+        """Project keys, turned, and values."""
         heads = (-1, self.sizes.head_dim)
         keys = rotate(self.self_attn.k_proj(x).unflatten(-1, heads), cos, sin)
         return keys, self.self_attn.v_proj(x).unflatten(-1, heads)
 
-    def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
+    def finish(
+        self, mixed: Float[Tensor, "*N HqDh"], residual: Float[Tensor, "*N D"]
+    ) -> Float[Tensor, "*N D"]:
         """Close the layer: output projection and MLP, each added to the residual stream."""
         residual = residual + self.self_attn.o_proj(mixed)
         return residual + self.mlp(self.post_attention_layernorm(residual))
@@ -105,7 +113,7 @@ class NewPositions:
     is_prefix: bool
     is_level: bool
 
-    def mask(self, groups: int, *, only_last: bool) -> Tensor | None:
+    def mask(self, groups: int, *, only_last: bool) -> Bool[Tensor, "R 1 GT S"] | None:
         """True where a position may look, tiled for grouped heads."""
         if self.is_level:
             return None
@@ -120,25 +128,25 @@ def decode_layer(
     layer: EagleLayer,
     matrices: LayerMatrices,
     index: int,
-    inputs: tuple[Tensor, Tensor],
+    inputs: tuple[Float[Tensor, "R W D"], Float[Tensor, "R W D"]],
     where: NewPositions,
     kv: KVBuffers,
-    angles: tuple[Tensor, Tensor],
+    angles: tuple[Float[Tensor, "R W Dr"], Float[Tensor, "R W Dr"]],
     *,
     only_last: bool,
-) -> Float[Tensor, "R W D"]:
+) -> Float[Tensor, "R Wo D"]:
     """Run new positions through one layer, writing their keys and values.
 
     Args:
         layer: for its norms and sizes.
         matrices: its projections as decoding uses them.
         index: of the layer in `kv`.
-        inputs: embeddings and hidden states [R W D]; see `EagleLayer.read`.
+        inputs: embeddings and hidden states; see `EagleLayer.read`.
         where: the positions.
         kv: memory of all layers.
         angles: cos and signed sin of the positions.
         only_last: True when nobody asks for the output of a position other than the last one that
-            counts; the others are there for their keys. W is 1 in the result then.
+            counts; the others are there for their keys. Wo is 1 then, else W.
     """
     heads, kv_heads = layer.sizes.heads, layer.sizes.kv_heads
     x, residual = layer.read(*inputs)

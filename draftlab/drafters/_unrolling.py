@@ -16,7 +16,7 @@ def attend_unrolled(
     keys: Float[Tensor, "B T H Dh"],
     values: Float[Tensor, "B T H Dh"],
     mask: Bool[Tensor, "B A T"],
-    own: list[tuple[Tensor, Tensor]],
+    own: list[tuple[Float[Tensor, "B A H Dh"], Float[Tensor, "B A H Dh"]]],
 ) -> Float[Tensor, "B A HqDh"]:
     """Attend as a draft row does: to what came before by true taps, and to its own later steps.
 
@@ -28,7 +28,7 @@ def attend_unrolled(
         keys: of depth 0, all positions.
         values: alike.
         mask: True where a row may look at a depth-0 position; at least one a row.
-        own: keys and values [B A H Dh] of depths 1..s.
+        own: keys and values of depths 1..s.
     """
     batch, rows, num_heads, width = queries.shape
     kv_heads = keys.shape[2]
@@ -67,8 +67,10 @@ class PickedRows:
         order = torch.arange(width, device=needed.device).expand_as(index)
         return cls(index, place.scatter_(1, index, order))
 
-    def take(self, x: Tensor) -> Tensor:
-        """Gather the picked positions of [B T ...]."""
+    def take(
+        self, x: Float[Tensor, "B T *rest"] | Int[Tensor, "B T *rest"]
+    ) -> Float[Tensor, "B A *rest"] | Int[Tensor, "B A *rest"]:
+        """Gather the picked positions."""
         index = self.index.view(*self.index.shape, *[1] * (x.dim() - 2))
         return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
 

@@ -16,6 +16,8 @@ from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.view import TargetView
 
+_LARGE_LOGIT = 1000.0
+
 
 @dataclass(frozen=True, slots=True)
 class DraftVocab:
@@ -126,10 +128,12 @@ def kept_target_head(view: TargetView, vocab: DraftVocab | None) -> Float[Tensor
     ids = vocab.ids.to(view.device)
     rows = view.head_rows(ids)
     probe = torch.linspace(-1, 1, view.spec.hidden_size, device=view.device, dtype=view.dtype)
-    plain = (rows @ probe).float()
-    whole = view.head(probe).index_select(-1, ids).float()
-    size = float(whole.abs().max())
-    return rows if float((plain - whole).abs().max()) <= 0.02 * max(size, 1e-9) else None
+    # a bias or a scale shows in logits of any size, a cap only in large ones
+    probes = torch.stack([probe, probe * (_LARGE_LOGIT / (rows @ probe).abs().max())])
+    plain = (probes @ rows.T).float()
+    whole = view.head(probes).index_select(-1, ids).float()
+    gaps, sizes = (plain - whole).abs().amax(-1), whole.abs().amax(-1)
+    return rows if bool((gaps <= 0.02 * sizes).all()) else None
 
 
 def judged_rows(positions: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:

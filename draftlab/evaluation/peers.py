@@ -5,6 +5,7 @@ in memory, so that draftlab's figures stand beside a baseline everyone has.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,7 +40,8 @@ class TransformersDecoding:
             self._target.reference.attach()
 
     def _answer(self, prompt: list[int], max_new_tokens: int) -> Generation:
-        model, eos_ids = self._target.model, self._target.spec.eos_ids
+        model: Any = self._target.model
+        eos_ids = self._target.spec.eos_ids
         ids = torch.tensor([prompt], device=self._target.device)
         began = self._clock.read()
         with torch.inference_mode():

@@ -53,10 +53,10 @@ class DepthScores:
 def chunked_scores(
     objective: Objective,
     hidden: Float[Tensor, "K N D"],
-    heads: Sequence[Tensor],
+    heads: Sequence[Float[Tensor, "C D"]],
     *,
     target_final: Float[Tensor, "N Dt"],
-    target_head: Callable[[Tensor], Tensor],
+    target_head: Callable[[Float[Tensor, "M Dt"]], Float[Tensor, "M V"]],
     labels: Int[Tensor, " N"],
     weights: Float[Tensor, "K N"],
     vocab_ids: Int[Tensor, " C"] | None,
@@ -70,9 +70,9 @@ def chunked_scores(
         objective: see named.py.
         hidden: inputs of the draft head: what depth k knows when it predicts token n. Anything
             finite where depth k has no such prediction.
-        heads: draft head matrices [C D], one for all depths or one a depth.
+        heads: draft head matrices, one for all depths or one a depth.
         target_final: the target's final hidden state that judges each token.
-        target_head: final states to target logits [N V]; not differentiated.
+        target_head: final states to target logits; not differentiated.
         labels: data token (target id) to predict.
         weights: weight of every loss in `total`; 0 where there is no prediction.
         vocab_ids: target ids of the draft vocabulary, ascending; None when it is whole.

@@ -65,8 +65,11 @@ def compose(primary: str, words: Sequence[str], *, conf: Path | None = None) -> 
     tokens = {f"draftlab_value_{i}_end": value for i, value in enumerate(values.values())}
     overrides += [f"++{key}={token}" for key, token in zip(values, tokens, strict=True)]
     data, chosen = _run_hydra(conf, primary, overrides)
+    data = {**_put_back(data, tokens), **references}
+    if recipe := typed.get("recipe"):
+        _leave_open(data, _read_yaml(_find_recipe(recipe)[1]), values)
     return Composed(
-        data={**_put_back(data, tokens), **references},
+        data=data,
         choices={**chosen, **references},
         recipe=choices.get("recipe"),
     )
@@ -198,20 +201,36 @@ def _store_recipe(name: str) -> str:
     """Give the recipe to Hydra under the name it is chosen by."""
     from hydra.core.config_store import ConfigStore
 
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"no recipe file {path}; `draftlab recipes` lists the shipped ones")
-        name = re.sub(r"[^\w.-]", "_", path.stem)
-    else:
-        check_recipe_name(name)
-        path = recipes_dir() / f"{name}.yaml"
+    name, path = _find_recipe(name)
     family, _, last = name.rpartition("/")
     group = f"recipe/{family}" if family else "recipe"
     ConfigStore.instance().store(
         group=group, name=last, node=_read_yaml(path), package="_global_", provider="draftlab"
     )
     return name
+
+
+def _find_recipe(name: str) -> tuple[str, Path]:
+    """Give the name that Hydra knows a recipe by, and its file."""
+    if not name.endswith((".yaml", ".yml")):
+        check_recipe_name(name)
+        return name, recipes_dir() / f"{name}.yaml"
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"no recipe file {path}; `draftlab recipes` lists the shipped ones")
+    return re.sub(r"[^\w.-]", "_", path.stem), path
+
+
+def _leave_open(
+    data: dict[str, Any], recipe: Mapping[str, Any], typed: Mapping[str, Any], prefix: str = ""
+) -> None:
+    """Mark what a recipe wants to be given: merging keeps the older value where it says ???."""
+    for key, value in recipe.items():
+        here = data.get(key)
+        if value == "???" and f"{prefix}{key}" not in typed:
+            data[key] = value
+        elif isinstance(value, Mapping) and isinstance(here, dict):
+            _leave_open(here, value, typed, f"{prefix}{key}.")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -37,8 +37,10 @@ class KVBuffers:
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self._flat = self.data.view(num_layers, 2, slots * capacity, num_kv_heads, head_dim)
 
-    def flat_slots(self, rows: Int[Tensor, " R"], positions: Int[Tensor, "R T"]) -> Tensor:
-        """Give the flat index [R * T] of (row, slot) pairs; unique as long as the pairs are."""
+    def flat_slots(
+        self, rows: Int[Tensor, " R"], positions: Int[Tensor, "R T"]
+    ) -> Int[Tensor, " RT"]:
+        """Give the flat index of (row, slot) pairs; unique as long as the pairs are."""
         return (rows.unsqueeze(1) * self.capacity + positions).flatten()
 
     def write(

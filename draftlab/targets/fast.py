@@ -205,7 +205,9 @@ def _fuse(layer: nn.Module, window: int | None) -> _Layer:
     biases = [part.bias for part in parts if isinstance(part.bias, Tensor)]
     out = attention.get_submodule("o_proj")
     out_bias = out.bias if isinstance(out.bias, Tensor) else None
-    gate_up = [mlp.get_submodule(f"{name}_proj").get_parameter("weight") for name in ("gate", "up")]
+    gate, up = (
+        mlp.get_submodule(f"{name}_proj").get_parameter("weight") for name in ("gate", "up")
+    )
     norms = dict(attention.named_parameters())
     return _Layer(
         qkv=PackedLinear(
@@ -213,7 +215,7 @@ def _fuse(layer: nn.Module, window: int | None) -> _Layer:
             torch.cat(biases) if biases else None,
         ),
         out=PackedLinear(out.get_parameter("weight"), out_bias),
-        gate_up=PackedLinear(torch.cat(gate_up), None),
+        gate_up=PackedLinear(torch.cat((gate, up)), None),
         down=PackedLinear(mlp.get_submodule("down_proj").get_parameter("weight"), None),
         norm_in=layer.get_submodule("input_layernorm").get_parameter("weight"),
         norm_post=layer.get_submodule("post_attention_layernorm").get_parameter("weight"),

@@ -25,7 +25,7 @@ from draftlab.targets.tiny import build_tiny_model, tiny_tokenizer
 
 
 def resolve(settings: TargetSettings) -> TargetSettings:
-    """Replace every "auto" about this machine by what it stands for: device, dtype, threads.
+    """Replace every "auto" about this machine by what it stands for: device and dtype.
 
     Raises:
         ConfigError: a device this machine does not have.
@@ -37,22 +37,17 @@ def resolve(settings: TargetSettings) -> TargetSettings:
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16(torch.device(device)) else "float32"
-    threads = settings.num_threads or torch.get_num_threads()
-    return settings.model_copy(update={"device": device, "dtype": dtype, "num_threads": threads})
+    return settings.model_copy(update={"device": device, "dtype": dtype})
 
 
 def load_target(settings: TargetSettings) -> Target:
     """Load a target, freeze it and take it through the gate.
-
-    Sets the number of CPU threads when the settings name one.
 
     Raises:
         ConfigError: a name, revision or device that does not exist.
         TargetMismatch: the tokenizer does not belong to the model.
         UnsupportedTarget: a quantised, incomplete or exotic model.
     """
-    if settings.num_threads is not None and settings.num_threads != torch.get_num_threads():
-        torch.set_num_threads(settings.num_threads)
     settings = resolve(settings)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     with _without_progress_bars():

@@ -39,7 +39,9 @@ class PackedLinear:
             return F.linear(x, self._plain, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
-    def add_to(self, residual: Float[Tensor, "*N Do"], x: Float[Tensor, "*N D"]) -> Tensor:
+    def add_to(
+        self, residual: Float[Tensor, "*N Do"], x: Float[Tensor, "*N D"]
+    ) -> Float[Tensor, "*N Do"]:
         """Compute residual + layer(x), in one kernel where packed."""
         if self._packed is None:
             return residual + self(x)
@@ -48,7 +50,7 @@ class PackedLinear:
         )
 
 
-def can_pack(weight: Tensor) -> bool:
+def can_pack(weight: Float[Tensor, "N D"]) -> bool:
     """Tell whether oneDNN's packed layout serves this weight here."""
     return (
         weight.device.type == "cpu"

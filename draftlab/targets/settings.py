@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, model_validator
 
 from draftlab.settings.base import Settings
 
@@ -21,7 +21,6 @@ class TargetSettings(Settings):
         dtype: of the weights; auto takes bfloat16 where the machine multiplies it in hardware, else
             float32.
         device: auto takes the first CUDA device, else the CPU.
-        num_threads: CPU threads; None takes torch's choice.
         kernels: reference is transformers' own modules; fast is draftlab's fused pass and an error
             where it cannot serve the model; auto takes fast where it can.
         remote_code: whether Python files that come with the model may run.
@@ -35,7 +34,6 @@ class TargetSettings(Settings):
     seed: NonNegativeInt
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
     device: str
-    num_threads: PositiveInt | None
     kernels: Literal["auto", "reference", "fast"]
     remote_code: Literal["refuse", "trust"]
     cache_dir: str

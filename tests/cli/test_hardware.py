@@ -16,9 +16,18 @@ def cpu(processes, threads=None):
 
 def test_threads_left_open_share_the_cores(monkeypatch):
     monkeypatch.setattr("draftlab.cli.hardware.num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert cpu(2).resolved().threads == 4
     assert cpu(16).resolved().threads == 1
     assert cpu(2, threads=3).resolved().threads == 3
+
+
+def test_threads_left_open_follow_the_environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert cpu(2).resolved().threads == 3
+    assert cpu(2, threads=1).resolved().threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert cpu(10**6).resolved().threads == 1
 
 
 def test_one_device_cannot_run_two_processes():

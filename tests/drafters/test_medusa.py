@@ -75,31 +75,36 @@ def proposal(drafter, target, hidden, sampling=GREEDY, depth=HEADS):
     return drafter.propose(state_after(drafter, target, hidden), budget, draws)
 
 
+@pytest.mark.parametrize("vocab_ids", [None, torch.arange(0, 240, 2)], ids=["whole", "reduced"])
 @pytest.mark.parametrize("head", ["own", "tied"])
-def test_head_k_is_judged_at_the_row_that_predicts_token_t_plus_2_plus_k(target, head):
-    drafter = stir(build(target, head=head))
-    batch = one_sample(target)
+def test_head_k_is_judged_at_the_row_that_predicts_token_t_plus_2_plus_k(target, head, vocab_ids):
+    vocab = None if vocab_ids is None else DraftVocab(vocab_ids, 320)
+    drafter = stir(build(target, vocab=vocab, head=head))
+    batch = one_sample(target, length=20)
     features = target.read_features(batch, drafter.needs)
     got = drafter(batch, features, Noise(0))
     total, weight = 0.0, 0.0
     hits = torch.zeros(HEADS)
     for k in range(HEADS):
-        for t in range(12 - 2 - k):
+        for t in range(20 - 2 - k):
             if not batch.loss_mask[0, t + 2 + k]:
                 continue
             h = drafter.blocks[k](features.final[0, t : t + 1])
-            rows = target.view.head_rows(None) if head == "tied" else drafter.lm_heads[k].weight
+            tied = target.view.head_rows(vocab_ids)
+            rows = tied if head == "tied" else drafter.lm_heads[k].weight
             scores = score_rows(
                 objective("forward_kl"),
                 target.view.head(features.final[0, t + 1 + k : t + 2 + k]),
                 h @ rows.T,
                 batch.input_ids[0, t + 2 + k : t + 3 + k],
+                vocab_ids,
             )
             total += 0.8**k * scores.loss.item()
             weight += 0.8**k
-            hits[k] += scores.hit.item()
+            if vocab is None or (t + 1 + k) % 8 == 0:  # where a reduced vocabulary is judged
+                hits[k] += scores.hit.item()
     assert got.total.item() == pytest.approx(total / weight)
-    assert got.count.tolist() == [8, 8, 8]
+    assert got.count.tolist() == [16 if vocab is None else 2] * HEADS
     assert got.hit_sum.tolist() == hits.tolist()
 
 

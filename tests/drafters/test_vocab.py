@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from draftlab.drafters.vocab import DraftVocab, choose_vocab, required_ids
+from draftlab.drafters.vocab import (
+    DraftVocab,
+    choose_vocab,
+    judged_rows,
+    kept_target_head,
+    required_ids,
+)
 from draftlab.errors import ConfigError
 from draftlab.targets.tiny import tiny_target
 
@@ -56,3 +62,37 @@ def test_end_special_and_template_tokens_are_required_and_other_text_is_not():
     assert {"<|im_start|>", "<|im_end|>", "<tool_call>"} <= set(tokens)
     assert set(target.tokenizer.encode("assistant\n", add_special_tokens=False)) <= set(ids)
     assert target.tokenizer.convert_tokens_to_ids("Z") not in ids
+
+
+KEPT = DraftVocab(torch.arange(0, 320, 3), 320)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_kept_rows_of_a_plain_head_are_its_rows(family, dtype):
+    target = tiny_target(family, dtype=dtype, num_hidden_layers=2)
+    rows = kept_target_head(target.view, KEPT)
+    assert rows is not None
+    assert torch.equal(rows, target.view.head_rows(KEPT.ids))
+
+
+@pytest.mark.parametrize("range_of_weights", [0.14, 0.001])
+def test_a_target_that_caps_its_logits_has_no_kept_rows_however_small_its_weights(range_of_weights):
+    target = tiny_target(
+        "gemma3",
+        num_hidden_layers=2,
+        final_logit_softcapping=30.0,
+        initializer_range=range_of_weights,
+    )
+    assert kept_target_head(target.view, KEPT) is None
+
+
+def test_a_whole_vocabulary_has_no_kept_rows():
+    view = tiny_target(num_hidden_layers=2).view
+    assert kept_target_head(view, None) is None
+    assert kept_target_head(view, DraftVocab(torch.arange(320), 320)) is None
+
+
+def test_an_eighth_of_predictions_is_judged_by_position_in_the_sample():
+    positions = torch.tensor([0, 1, 7, 8, 9, 16, 0, 24])
+    assert judged_rows(positions).tolist() == [True, False, False, True, False, True, True, True]

@@ -33,23 +33,32 @@ def make(num_heads, vocab_ids, seed=0):
     return hidden, heads, rest
 
 
-def plain(chosen, hidden, heads, rest):
+def plain(chosen, hidden, heads, rest, judged=slice(None)):
     logits = rest["target_head"](rest["target_final"])
     total, sums = 0.0, []
     for k in range(K):
         draft = hidden[k] @ heads[k if len(heads) > 1 else 0].T
         scores = score_rows(chosen, logits, draft, rest["labels"], rest["vocab_ids"])
-        counts = rest["weights"][k] > 0
+        counts = (rest["weights"][k] > 0)[judged]
         total = total + (scores.loss * rest["weights"][k]).sum()
         sums.append(
             [
-                scores.loss[counts].sum(),
-                scores.hit[counts].sum(),
-                scores.overlap[counts].sum(),
+                scores.loss[judged][counts].sum(),
+                scores.hit[judged][counts].sum(),
+                scores.overlap[judged][counts].sum(),
                 counts.sum(),
             ]
         )
     return total, torch.tensor([[x.item() for x in row] for row in sums], dtype=torch.float64)
+
+
+def kept_rows(rest):
+    """The target's head rows of the draft vocabulary."""
+    return rest["target_head"](torch.eye(D, dtype=torch.float64)).T[rest["vocab_ids"]]
+
+
+def stacked(scores):
+    return torch.stack([scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count], dim=1)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 10, 100])
@@ -63,8 +72,7 @@ def test_chunking_changes_neither_loss_nor_gradient(num_heads, vocab_ids, chunk_
     scores = chunked_scores(chosen, hidden, heads, **rest, chunk_rows=chunk_rows)
     grads = torch.autograd.grad(2 * scores.total, [hidden, *heads])
     assert torch.allclose(scores.total, expected)
-    got = torch.stack([scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count], dim=1)
-    assert torch.allclose(got, sums)
+    assert torch.allclose(stacked(scores), sums)
     for grad, other in zip(grads, expected_grads, strict=True):
         assert torch.allclose(grad, other)
 
@@ -76,6 +84,94 @@ def test_every_objective_has_the_plain_gradient(name):
     scores = chunked_scores(objective(name), hidden, heads, **rest, chunk_rows=8)
     got = torch.autograd.grad(scores.total, hidden)[0]
     assert torch.allclose(got, torch.autograd.grad(expected, hidden)[0])
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 10, 100])
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_kept_rows_of_the_head_teach_what_the_whole_head_does(name, chunk_rows):
+    hidden, heads, rest = make(K, IDS, seed=5)
+    whole = chunked_scores(objective(name), hidden, heads, **rest)
+    expected = torch.autograd.grad(whole.total, [hidden, *heads])
+    scores = chunked_scores(
+        objective(name),
+        hidden,
+        heads,
+        **rest,
+        kept_head=kept_rows(rest),
+        judged=torch.arange(N) % 8 == 0,
+        chunk_rows=chunk_rows,
+    )
+    assert torch.allclose(scores.total, whole.total)
+    for grad, other in zip(
+        torch.autograd.grad(scores.total, [hidden, *heads]), expected, strict=True
+    ):
+        assert torch.allclose(grad, other)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 10, 100])
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_sums_over_judged_predictions_are_those_of_the_whole_head(every, chunk_rows):
+    hidden, heads, rest = make(1, IDS, seed=6)
+    judged = torch.arange(N) % every == 0
+    chosen = objective("lk_hybrid")
+    _, sums = plain(chosen, hidden, heads, rest, judged)
+    scores = chunked_scores(
+        chosen,
+        hidden,
+        heads,
+        **rest,
+        kept_head=kept_rows(rest),
+        judged=judged,
+        chunk_rows=chunk_rows,
+    )
+    assert (sums[:, 3] > 0).all()
+    assert torch.allclose(stacked(scores), sums)
+
+
+def test_the_whole_head_runs_over_judged_predictions_only():
+    hidden, heads, rest = make(1, IDS)
+    whole_head, seen, kept_head = rest["target_head"], [], kept_rows(rest)
+    rest["target_head"] = lambda final: seen.append(final) or whole_head(final)
+    judged = torch.arange(N) % 8 == 0
+    chunked_scores(
+        objective("forward_kl"), hidden, heads, **rest, kept_head=kept_head, judged=judged
+    )
+    assert torch.equal(torch.cat(seen), rest["target_final"][judged])
+
+
+def test_none_judged_gives_a_loss_and_sums_of_nothing():
+    hidden, heads, rest = make(1, IDS)
+    expected, _ = plain(objective("forward_kl"), hidden, heads, rest)
+    none = torch.zeros(N, dtype=torch.bool)
+    scores = chunked_scores(
+        objective("forward_kl"), hidden, heads, **rest, kept_head=kept_rows(rest), judged=none
+    )
+    assert torch.allclose(scores.total, expected)
+    assert (stacked(scores) == 0).all()
+
+
+def test_a_perfect_head_over_kept_rows_scores_the_coverage_of_judged_choices_not_one():
+    """Case O-26: a third of the target's choices lie outside the draft vocabulary."""
+    choices = torch.tensor([IDS[0], IDS[3], IDS[5], IDS[8], 1, 4] * 8)
+    width = torch.eye(V, dtype=torch.float64)
+    target_head, final = 9.0 * width, width[choices]
+    scores = chunked_scores(
+        objective("forward_kl"),
+        final.unsqueeze(0),
+        [target_head[IDS]],
+        target_final=final,
+        target_head=lambda x: x @ target_head.T,
+        labels=choices,
+        weights=torch.ones(1, len(choices), dtype=torch.float64),
+        vocab_ids=IDS,
+        kept_head=target_head[IDS],
+        judged=torch.arange(len(choices)) < 36,
+    )
+    assert scores.count.tolist() == [36]
+    assert scores.hit_sum.tolist() == [24]
+    # a draft equal to the restricted law keeps all the mass inside, and no more
+    inside = target_head[choices[:36]].softmax(-1)[:, IDS].sum()
+    assert scores.overlap_sum.item() == pytest.approx(inside.item())
 
 
 def test_a_frozen_head_gets_no_gradient():

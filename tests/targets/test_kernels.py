@@ -21,7 +21,7 @@ def test_auto_takes_the_fast_pass_where_it_equals_the_reference():
     assert target.report["kernels"] == "fast"
     for name in ("logits", "taps", "final"):
         assert target.report[f"fast_{name}_difference"] < 1e-4
-    assert isinstance(target.report["wide_equals_narrow"], bool)
+    assert isinstance(target.report["rows_bitwise_equal"], bool)
 
 
 def test_auto_keeps_the_reference_elsewhere_and_says_why():

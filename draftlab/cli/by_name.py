@@ -1,0 +1,49 @@
+"""From Python, what commands do with names: a target, and an answer.
+
+In: the words of a command line, as text. Out: a `Target`, or an answer's text.
+"""
+
+from draftlab.cli.drafters import compose_for_drafters
+from draftlab.cli.schema import GenerateCommandSettings, settings_of
+from draftlab.cli.words import split_words
+from draftlab.data.chat import encode_prompt
+from draftlab.decoding.decoder import Decoder
+from draftlab.drafters.base import Drafter
+from draftlab.settings.compose import compose
+from draftlab.targets.load import load_target
+from draftlab.targets.target import Target
+
+
+def open_target(*words: str) -> Target:
+    """Load the target of a run, or the one that words choose.
+
+    Args:
+        *words: a run's folder, key=value words such as "target=demo" or "target.dtype=float32", or
+            both.
+
+    Raises:
+        ConfigError: words that do not compose, or a run or model that is not there.
+    """
+    runs, chosen = split_words(words, most=1)
+    chosen += [f"drafter={run}" for run in runs]
+    return load_target(
+        settings_of(GenerateCommandSettings, compose_for_drafters("generate", chosen)).target
+    )
+
+
+def answer(prompt: str, target: Target, drafter: Drafter | None = None, *words: str) -> str:
+    """Let a target answer a prompt, sped up by a drafter; its own answer either way.
+
+    Args:
+        prompt: what a user says.
+        target: who answers.
+        drafter: who proposes tokens; None decodes plainly.
+        *words: such as "decode.max_new_tokens=64" or "decode=sampled".
+
+    Raises:
+        ConfigError: words that do not compose, or a prompt without room for an answer.
+    """
+    settings = settings_of(GenerateCommandSettings, compose("generate", words))
+    ids = encode_prompt(target.tokenizer, [{"role": "user", "content": prompt}])
+    (found,) = Decoder(target, drafter, settings.decode).generate([ids])
+    return target.tokenizer.decode(list(found.output_ids), skip_special_tokens=True)

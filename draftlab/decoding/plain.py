@@ -1,0 +1,111 @@
+"""Answers through transformers' own `generate`: no memory of ours, no drafts, one at a time.
+
+For targets that the gate refuses (a recurrent state cannot be rolled back), which still answer
+prompts this way; and as the baseline that everyone has.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from draftlab.decoding.records import Generation, StepRecord
+from draftlab.decoding.settings import DecodeSettings
+from draftlab.decoding.timing import DeviceClock
+from draftlab.randomness import derive_seed
+from draftlab.targets.target import Target
+
+
+class TransformersDecoding:
+    """`generate` of the very model in memory, at batch 1, with prompt lookup when asked."""
+
+    def __init__(
+        self, target: Target, settings: DecodeSettings, *, prompt_lookup: int | None = None
+    ) -> None:
+        """Choose the target, the sampling, and how many tokens prompt lookup copies, if any."""
+        self._target = target
+        self._settings = settings
+        self._clock = DeviceClock(target.device)
+        self._extra = {} if prompt_lookup is None else {"prompt_lookup_num_tokens": prompt_lookup}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        batch_size: int | None = None,
+        on_finish: Callable[[Generation], None] | None = None,
+        row_keys: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Answer prompts one by one; times cover the whole call, for `generate` tells no more.
+
+        Args:
+            prompts: token ids, at least one each.
+            max_new_tokens: limit of each answer; None takes the settings'.
+            batch_size: has no effect on the answers, and is 1.
+            on_finish: called with each answer.
+            row_keys: key of each prompt's draws; None takes its index.
+        """
+        del batch_size
+        limit = max_new_tokens or self._settings.max_new_tokens
+        answers = []
+        with _own_attention(self._target), torch.random.fork_rng(devices=[]):
+            for index, prompt in enumerate(prompts):
+                key = row_keys[index] if row_keys is not None else index
+                answers.append(self._answer(index, list(prompt), limit, key))
+                if on_finish is not None:
+                    on_finish(answers[-1])
+        return answers
+
+    def _answer(self, index: int, prompt: list[int], limit: int, key: int) -> Generation:
+        eos_ids = self._target.spec.eos_ids
+        ids = torch.tensor([prompt], device=self._target.device)
+        torch.manual_seed(derive_seed("plain", self._settings.seed, key))
+        began = self._clock.read()
+        with torch.inference_mode():
+            out = self._target.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=min(limit, self._target.spec.max_positions - len(prompt)),
+                eos_token_id=list(eos_ids),
+                pad_token_id=eos_ids[0],
+                **self._law(),
+                **self._extra,
+            )
+        spent = self._clock.read() - began
+        answer = out[0, len(prompt) :].tolist()
+        rest = StepRecord(0, 0, len(answer) - 1, (), 0.0, spent, 0.0, 1)
+        return Generation(
+            prompt_index=index,
+            prompt_ids=tuple(prompt),
+            output_ids=tuple(answer),
+            finish="eos" if answer[-1] in eos_ids else "length",
+            steps=(rest,) if len(answer) > 1 else (),
+            first_token_s=0.0,
+            decode_s=spent,
+        )
+
+    def _law(self) -> dict[str, Any]:
+        if self._settings.sampling.is_greedy:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {
+            "do_sample": True,
+            "temperature": self._settings.temperature,
+            "top_k": self._settings.top_k or 0,
+            "top_p": self._settings.top_p,
+            "min_p": self._settings.min_p,
+        }
+
+
+@contextmanager
+def _own_attention(target: Target) -> Iterator[None]:
+    """Give the model its own attention back for a while."""
+    was_attached = target.reference.is_attached
+    if was_attached:
+        target.reference.detach()
+    try:
+        yield
+    finally:
+        if was_attached:
+            target.reference.attach()

@@ -1,0 +1,177 @@
+"""What a user gets wrong ends with one clear error and exit code 2, before any heavy work."""
+
+import json
+
+import pytest
+import torch
+
+from draftlab.cli.main import main
+from draftlab.cli.schema import parse_drafter
+from draftlab.drafters.store import build_drafter, save_drafter
+from draftlab.settings.compose import compose
+from draftlab.settings.locate import recipe_names
+from draftlab.targets.tiny import build_tiny_model, tiny_target, tiny_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}]}
+
+
+@pytest.fixture
+def refuse(tmp_path, capsys):
+    """Run a command that must be refused; give what it said."""
+    outputs = tmp_path / "out"
+
+    def run(command, *words):
+        options = [f"paths.outputs={outputs}", "hardware.threads=1"]
+        assert main([command, *words, *options]) == 2
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        assert said.count(f"draftlab {command}: ") == 1
+        return said
+
+    return run
+
+
+@pytest.fixture
+def no_target(monkeypatch):
+    """A target that is loaded fails the test: the error has to come first."""
+
+    def load(settings):
+        raise AssertionError("a target was loaded")
+
+    monkeypatch.setattr("draftlab.targets.load.load_target", load)
+    monkeypatch.setattr("draftlab.cli.train_job.load_target", load)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "regenerate"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["decode.temprature=1"], "unknown key decode.temprature; nearest: decode.temperature"),
+        (["recipe=smoke/tinny"], "unknown recipe 'smoke/tinny'; nearest: smoke/tiny"),
+        (["data.max_tokens=many"], "data.max_tokens='many'"),
+    ],
+)
+def test_words_that_mean_nothing(refuse, no_target, command, words, message):
+    assert message in refuse(command, *words)
+
+
+def test_an_unknown_recipe_names_near_ones(refuse, no_target):
+    said = refuse("train", "recipe=eagle3/smollm2")
+    assert "eagle3/smollm2-demo" in said
+    assert "eagle3/smollm2-demo" in recipe_names()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", ["data=jsonl", "data.paths={}"]),
+        ("regenerate", ["data=jsonl", "data.paths={}"]),
+        ("eval", ["drafter=ngram", "eval.prompts={}"]),
+    ],
+)
+def test_a_missing_file(refuse, no_target, tmp_path, command, words):
+    missing = str(tmp_path / "no such (1).jsonl")
+    assert "no such (1).jsonl" in refuse(command, *(word.format(missing) for word in words))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("train", ["init={}"]), ("eval", ["drafter={}"]), ("generate", ["drafter={}", "prompt=Hi"])],
+)
+def test_a_missing_drafter(refuse, no_target, tmp_path, command, words):
+    missing = str(tmp_path / "no" / "drafter")
+    assert missing in refuse(command, *(word.format(missing) for word in words))
+
+
+@pytest.mark.parametrize("command", ["train", "regenerate"])
+def test_every_malformed_line_is_named(refuse, no_target, tmp_path, command):
+    path = tmp_path / "bad.jsonl"
+    lines = [json.dumps(CHAT), '{"messages": ', json.dumps(CHAT), "[1]", '{"id": 3}']
+    path.write_text("\n".join(lines))
+    said = refuse(command, "data=jsonl", f"data.paths={path}")
+    assert "bad.jsonl" in said
+    for line in (2, 4, 5):
+        assert f"line {line}" in said or f":{line}" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_is_too_small(refuse, no_target, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftlab.cli.estimate.free_bytes", lambda _: 2**20)
+    said = refuse("train", "recipe=eagle3/smollm2-demo")
+    assert "1 MiB free and this run may write" in said
+    assert "paths.outputs=FOLDER" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_another_model(refuse, tmp_path):
+    folder = tmp_path / "model"
+    build_tiny_model("llama", torch.float32, vocab_size=128).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    words = ["target=local", f"target.name={folder}"]
+    said = refuse("generate", "prompt=Hi", *words)
+    assert "the tokenizer of target" in said
+    assert "128" in said
+    assert "the tokenizer of target" in refuse("train", *words)
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A drafter made for a narrower target than the tiny one."""
+    target = tiny_target(dtype=torch.float32, hidden_size=32)
+    settings = parse_drafter(compose("train", ["drafter=medusa"]).data["drafter"])
+    save_drafter(build_drafter(settings, target.view), tmp_path / "foreign", extra={})
+    return tmp_path / "foreign"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("generate", ["drafter={}", "prompt=Hi"]),
+        ("eval", ["drafter={}", "eval=smoke"]),
+        ("train", ["init={}"]),
+    ],
+)
+def test_a_drafter_trained_for_another_target(refuse, foreign, monkeypatch, command, words):
+    def decode(*_, **__):
+        raise AssertionError("something was decoded")
+
+    monkeypatch.setattr("draftlab.decoding.decoder.Decoder.generate", decode)
+    said = refuse(command, *(word.format(foreign) for word in words))
+    assert "was made for target" in said
+    assert "hidden_size=32" in said
+
+
+def test_no_token_to_learn(refuse, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Only a question?"}]}\n')
+    said = refuse("train", "data=jsonl", f"data.paths={path}", "data.validation_fraction=0")
+    assert "no token to learn" in said or "nothing to learn" in said
+
+
+def test_an_open_key_of_a_recipe_is_asked_for(refuse, no_target):
+    said = refuse("train", "recipe=company/finetune")
+    assert "pass init=VALUE data.paths=VALUE" in said
+
+
+def test_compare_names_what_differs(tmp_path, capsys):
+    outputs = tmp_path / "out"
+    shared = ["drafter=ngram", "eval=smoke", "eval.audit=false", "eval.speed_prompts_per_domain=0"]
+    shared += ["hardware.threads=1", f"paths.outputs={outputs}"]
+    for more in ([], [], ["eval.max_new_tokens=8"]):
+        assert main(["eval", *shared, *more]) == 0
+    one, two, other = sorted(map(str, (outputs / "eval").iterdir()), key=_age)
+    capsys.readouterr()
+    assert main(["compare", one, two]) == 0
+    assert "ngram: tau" in capsys.readouterr().out
+    assert main(["compare", one, other]) == 2
+    said = capsys.readouterr().err
+    assert "max_new_tokens: 16 against 8" in said
+    assert main(["compare", one]) == 2
+    assert "expected two runs, got 1" in capsys.readouterr().err
+
+
+def _age(folder):
+    from pathlib import Path
+
+    return (Path(folder) / "report.html").stat().st_mtime_ns
