@@ -38,8 +38,8 @@ def run(args: Sequence[str]) -> int:
     from draftlab.cli.progress import Ticker
     from draftlab.cli.schema import EvalCommandSettings, settings_of
     from draftlab.decoding.decoder import Decoder
+    from draftlab.decoding.plain import TransformersDecoding
     from draftlab.decoding.timing import DeviceClock
-    from draftlab.evaluation.peers import TransformersDecoding
     from draftlab.evaluation.speed import Answers, compute_speed, measure
     from draftlab.runs.provenance import describe_machine, describe_versions
     from draftlab.targets.load import load_target
@@ -54,8 +54,8 @@ def run(args: Sequence[str]) -> int:
     target = load_target(settings.target)
     ngram = open_drafter("ngram", target)
     arms: dict[str, Answers] = {
-        _PLAIN: TransformersDecoding(target),
-        _LOOKUP: TransformersDecoding(target, prompt_lookup=_PROMPT_LOOKUP_TOKENS),
+        _PLAIN: TransformersDecoding(target, decode),
+        _LOOKUP: TransformersDecoding(target, decode, prompt_lookup=_PROMPT_LOOKUP_TOKENS),
         _OWN: Decoder(target, None, decode),
         _NGRAM: Decoder(target, ngram, decode),
     }

@@ -65,7 +65,7 @@ def launcher_command(hardware: HardwareSettings, words: list[str]) -> list[str]:
     """Give the command that starts `python -m WORDS` in every process."""
     # --multi_gpu means "through torchrun"; `launcher_environment` keeps cpu runs off devices
     return [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
+        *(sys.executable, "-m", "draftlab.cli.ranks", "--multi_gpu"),
         *("--num_machines", "1", "--num_processes", str(hardware.num_processes)),
         *("--mixed_precision", "no", "--dynamo_backend", "no"),  # the trainer's own affair
         *("--main_process_port", "0", "--module", *words),

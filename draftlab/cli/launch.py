@@ -141,7 +141,8 @@ def _work_in_processes(run: RunDir, settings: RunSettings) -> None:
             check=False,
         )
     if done.returncode != 0:
-        raise DraftlabError(
+        kind = ConfigError if done.returncode == ConfigError.exit_code else DraftlabError
+        raise kind(
             f"a worker of {run.path} failed (exit code {done.returncode}); what it said stands "
             f"above and in {run.log_path}; to go on: {_resume_command(run)}"
         )

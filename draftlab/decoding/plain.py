@@ -59,12 +59,13 @@ class TransformersDecoding:
         return answers
 
     def _answer(self, index: int, prompt: list[int], limit: int, key: int) -> Generation:
+        model: Any = self._target.model
         eos_ids = self._target.spec.eos_ids
         ids = torch.tensor([prompt], device=self._target.device)
         torch.manual_seed(derive_seed("plain", self._settings.seed, key))
         began = self._clock.read()
         with torch.inference_mode():
-            out = self._target.model.generate(
+            out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=min(limit, self._target.spec.max_positions - len(prompt)),

@@ -19,6 +19,7 @@ from draftlab.data.chat import encode_prompt
 from draftlab.data.conversations import Conversation, to_prompt
 from draftlab.data.template import RowProblem
 from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.plain import TransformersDecoding
 from draftlab.decoding.records import Generation
 from draftlab.decoding.settings import DecodeSettings, RegenerateSettings
 from draftlab.drafters.base import Observation
@@ -196,8 +197,13 @@ def _answer_shard(
     max_tokens: int,
     on_answer: Callable[[Generation], None] | None,
 ) -> None:
-    recorder = FeatureRecorder(needs) if settings.capture_features else None
-    decoder = Decoder(target, None, _decode_settings(settings, seed), listener=recorder)
+    plain = _decode_settings(settings, seed)
+    recorder = None
+    if target.speculation_refusal is not None:
+        decoder = TransformersDecoding(target, plain)  # no memory of ours, so nothing to record
+    else:
+        recorder = FeatureRecorder(needs) if settings.capture_features else None
+        decoder = Decoder(target, None, plain, listener=recorder)
     # each answer has the room its own prompt leaves, whatever its shard-mates leave: what the
     # shortest prompt allows is decoded, and longer rows are cut below
     shortest = min(len(question.prompt_ids) for question in questions)

@@ -1,5 +1,7 @@
 """The demo's plan: its stages fit into the time given, and more time never buys less."""
 
+import itertools
+
 import pytest
 
 from draftlab.cli.plan import Rates, apply_to_eval, plan_stages
@@ -39,7 +41,7 @@ def test_the_first_report_comes_within_three_minutes(rates):
 @MACHINES
 def test_more_time_never_buys_less(rates):
     plans = [planned(minutes, rates) for minutes in (4, 12, 45)]
-    for less, more in zip(plans, plans[1:], strict=False):
+    for less, more in itertools.pairwise(plans):
         assert more.train_s >= less.train_s
         assert more.num_prompts * more.answers_per_prompt >= (
             less.num_prompts * less.answers_per_prompt

@@ -29,9 +29,9 @@ def test_short_work_is_one_line(capsys):
 def test_work_that_failed_says_nothing_of_its_end(capsys):
     def work():
         with Ticker("answers", 3):
-            raise ValueError
+            raise ValueError("broken")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="broken"):
         work()
     assert capsys.readouterr().out == ""
 

@@ -2,10 +2,10 @@
 
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
-import yaml
 
 import draftlab.drafters
 from draftlab.cli import main, schema
@@ -31,6 +31,7 @@ PRIMARIES = {
     "generate": ("generate", schema.GenerateCommandSettings),
     "export": ("export", schema.ExportCommandSettings),
 }
+ECHO = "drafter=echo"  # README's own example: it has a test of its own
 OWN_WORDS = ("minutes=", "fresh=", "out=", "resume=")  # a command's own, not settings
 
 
@@ -43,7 +44,7 @@ def command_lines():
     lines = [line for block in blocks("console") for line in block.splitlines()]
     lines += re.findall(r"`(draftlab [^`]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
     found = [shlex.split(line, comments=True) for line in lines]
-    return [words for words in found if words and words[0] == "draftlab"]
+    return [words for words in found if words and words[0] == "draftlab" and ECHO not in words]
 
 
 def test_there_are_commands_and_python_lines():
@@ -101,9 +102,15 @@ def echo(tmp_path, monkeypatch):
     Drafter.by_kind.pop("echo", None)
 
 
-def test_the_drafter_of_the_readme_works_and_changes_nothing(echo):
+def test_the_drafter_of_the_readme_works_and_changes_nothing(echo, tmp_path):
     (text,) = (block for block in blocks("yaml") if "kind: echo" in block)
-    settings = parse_settings(echo.settings_class, yaml.safe_load(text))
+    conf = shutil.copytree(conf_dir(), tmp_path / "conf")
+    (conf / "drafter" / "echo.yaml").write_text(text)
+    assert f"draftlab eval {ECHO}" in TEXT
+    settings = schema.settings_of(
+        schema.EvalCommandSettings, compose("eval", [ECHO], conf=conf)
+    ).drafter
+    assert isinstance(settings, echo.settings_class)
     target = tiny_target()
     drafter = build_drafter(settings, target.view)
     decode = parse_settings(DecodeSettings, compose("generate", []).data["decode"])

@@ -155,8 +155,9 @@ def test_a_drafter_observes_every_position_once_with_the_token_after_it(target, 
 
 
 def test_sampled_verify_gives_the_text_of_plain_sampling_token_for_token(target, prompts, knows):
-    settings = decode_settings(temperature=0.8, rule="sampled_verify", seed=3)
-    plain = Decoder(target, None, decode_settings(temperature=0.8, seed=3)).generate(prompts)
+    sampled = {"temperature": 0.8, "seed": 3, "max_new_tokens": 12}
+    settings = decode_settings(**sampled, rule="sampled_verify")
+    plain = Decoder(target, None, decode_settings(**sampled)).generate(prompts)
     script = perfect({tuple(p): list(g.output_ids) for p, g in zip(prompts, plain, strict=True)})
     for drafter in (Scripted(script), Scripted(wrong_from(script, 1, 250))):
         got = Decoder(target, drafter, settings).generate(prompts, batch_size=2)
@@ -166,7 +167,8 @@ def test_sampled_verify_gives_the_text_of_plain_sampling_token_for_token(target,
 def test_a_rows_draws_do_not_depend_on_its_batch_mates(target, prompts):
     ngram = drafter_class("ngram")
     settings = ngram.settings_class(kind="ngram", num_draft_tokens=3, max_ngram=2, min_ngram=1)
-    decoder = Decoder(target, ngram(settings, target.view), decode_settings(temperature=1.0))
+    drafter = ngram(settings, target.view)
+    decoder = Decoder(target, drafter, decode_settings(temperature=1.0, max_new_tokens=12))
     together = decoder.generate(prompts, batch_size=7)
     alone = [decoder.generate([p], row_keys=[i])[0] for i, p in enumerate(prompts)]
     assert outputs(together) == outputs(alone)
@@ -174,7 +176,9 @@ def test_a_rows_draws_do_not_depend_on_its_batch_mates(target, prompts):
 
 def test_equal_seeds_repeat_and_other_seeds_do_not(target, prompts):
     one, again, other = (
-        outputs(Decoder(target, None, decode_settings(temperature=1.0, seed=s)).generate(prompts))
+        outputs(
+            Decoder(target, None, decode_settings(temperature=1.0, seed=s)).generate(prompts[:3])
+        )
         for s in (1, 1, 2)
     )
     assert one == again

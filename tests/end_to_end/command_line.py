@@ -67,6 +67,8 @@ def stop(process: subprocess.Popen[str]) -> None:
             child.kill()
         process.kill()
         process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def only_run(outputs: Path) -> RunDir:

@@ -74,15 +74,16 @@ def run_here(monkeypatch):
 
 
 def test_a_killed_training_goes_on_to_the_same_bits(tmp_path, run_here):
+    words = (*WORDS, "train.max_steps=6")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
-    kill_when(start(killed, *WORDS), a_checkpoint_is_there(killed))
+    kill_when(start(killed, *words), a_checkpoint_is_there(killed))
     interrupted = only_run(killed / "outputs")
     assert not interrupted.is_finished
-    run_here(killed, *WORDS)
+    run_here(killed, *words)
     assert only_run(killed / "outputs") == interrupted
     assert "resumed from" in interrupted.log_path.read_text()
-    run_here(whole, *WORDS)
+    run_here(whole, *words)
     assert outcome(killed) == outcome(whole)
 
 

@@ -226,7 +226,7 @@ def test_a_recipe_that_overrides_what_is_not_there_is_a_config_error(conf, tmp_p
 
 def test_what_a_recipe_leaves_open_is_open_though_it_had_a_value(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("# @package _global_\ninit: ???\noptim: {lr: ???}\n")
+    path.write_text("# @package _global_\ninit: ???\noptim:\n  lr: ???\n")
     assert compose("train", [f"recipe={path}"]).data["init"] == "???"
     found = compose("train", [f"recipe={path}", "init=a/b", "optim.lr=1e-3"]).data
     assert (found["init"], found["optim"]["lr"]) == ("a/b", "1e-3")
