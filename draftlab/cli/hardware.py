@@ -58,6 +58,8 @@ def apply_hardware(hardware: HardwareSettings) -> None:
             f"CUDA devices, and torch {torch.__version__} sees {torch.cuda.device_count()}; use "
             "hardware=cpu, or see `draftlab doctor`"
         )
+    elif "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # the target goes where "cuda" is
     torch.set_num_threads(hardware.resolved().threads or 1)
 
 

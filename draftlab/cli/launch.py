@@ -13,7 +13,7 @@ from pathlib import Path
 
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.estimate import Estimate, estimate_run, require_disk
-from draftlab.cli.hardware import launcher_command, launcher_environment
+from draftlab.cli.hardware import apply_hardware, launcher_command, launcher_environment
 from draftlab.cli.schema import RunSettings, settings_of
 from draftlab.cli.worker import LAUNCHED, read_run_settings, work
 from draftlab.errors import ConfigError, DraftlabError
@@ -60,7 +60,7 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
     if settings.resume == "auto" and (run := _interrupted_run(family, digest)):
         return run, read_run_settings(run)
     require_inputs(settings)
-    settings = settings.model_copy(update={"hardware": settings.hardware.resolved()})
+    settings = _decide(settings)
     run = create_run(settings.paths.outputs, composed.recipe or "adhoc")
     provenance = collect_provenance(seed=settings.seed)
     write_json(run.provenance_path, {**provenance, "settings_sha256": digest})
@@ -100,6 +100,16 @@ def require_inputs(settings: RunSettings) -> Estimate:
     estimate = estimate_run(settings)
     require_disk(estimate, settings.paths.outputs)
     return estimate
+
+
+def _decide(settings: RunSettings) -> RunSettings:
+    """Decide once what the machine decides: threads, device, dtype. A resumed run repeats it."""
+    from draftlab.targets.load import resolve
+
+    apply_hardware(settings.hardware)
+    return settings.model_copy(
+        update={"hardware": settings.hardware.resolved(), "target": resolve(settings.target)}
+    )
 
 
 def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:

@@ -4,14 +4,12 @@ import logging
 import os
 from typing import Any
 
-import torch
-
 from draftlab.cli.collect import Collected, collect_samples, count_tokens
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.probe import AcceptanceProbe
 from draftlab.cli.schema import RunSettings
 from draftlab.data.packing import cut_samples, pack
-from draftlab.drafters.base import Drafter, num_trainable
+from draftlab.drafters.base import Drafter, DraftVocabSettings, num_trainable
 from draftlab.drafters.store import build_drafter, load_drafter
 from draftlab.errors import ConfigError
 from draftlab.runs.metrics_log import MetricsLog
@@ -53,13 +51,15 @@ def run_training(run: RunDir, settings: RunSettings) -> TrainingResult:
 def find_needs(settings: RunSettings, target: Target) -> FeatureRequest:
     """Find the hidden states the drafter will read, before there is data to build it with.
 
-    What a drafter reads does not depend on which tokens its vocabulary holds, so one with an
-    arbitrary vocabulary tells.
+    What a drafter reads does not depend on which tokens its vocabulary holds: one with all of them
+    tells.
     """
     if settings.init is not None:
         return load_drafter(find_drafter_folder(settings.init), target.view).needs
-    any_counts = torch.ones(target.spec.vocab_size, dtype=torch.int64)
-    return build_drafter(settings.drafter, target.view, any_counts).needs
+    drafter = settings.drafter
+    if isinstance(drafter, DraftVocabSettings):
+        drafter = drafter.model_copy(update={"draft_vocab_size": None})
+    return build_drafter(drafter, target.view).needs
 
 
 def make_drafter(settings: RunSettings, target: Target, collected: Collected) -> Drafter:

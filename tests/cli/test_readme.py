@@ -91,6 +91,11 @@ def test_the_python_lines_answer(run, capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize("name", draftlab.__all__)
+def test_a_public_name_is_there_when_asked_for(name):
+    assert callable(getattr(draftlab, name))
+
+
 @pytest.fixture
 def echo(tmp_path, monkeypatch):
     """README's drafter, put where it says."""
