@@ -83,7 +83,10 @@ def _training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[Trainin
 
 
 def _training_minutes(steps: list[dict[str, Any]]) -> float:
-    return sum(row.get("time/step_s", 0.0) for row in steps) / 60 or steps[-1]["time_s"] / 60
+    """Minutes of optimizer steps: a logged row holds the mean of the steps since the one before."""
+    timed = [row["time/step_s"] for row in steps if row.get("time/step_s")]
+    last = max(row["step"] for row in steps)
+    return last * sum(timed) / len(timed) / 60 if timed else steps[-1]["time_s"] / 60
 
 
 def _describe_data(data: dict[str, Any]) -> str:

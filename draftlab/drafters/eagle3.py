@@ -108,6 +108,7 @@ class Eagle3State:
         cos: rotary table by position.
         sin: rotary table by position, through `signed_sin`.
         layers: matrices, one entry a layer.
+        fc: joins the taps.
         head: the LM head.
     """
 
@@ -121,6 +122,7 @@ class Eagle3State:
     cos: Tensor
     sin: Tensor
     layers: list[LayerMatrices]
+    fc: PackedLinear
     head: PackedLinear
 
 
@@ -216,8 +218,10 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         drawn = noise.uniform(batch.sample_ids, taps.shape[2] * taps.shape[3], "tap_noise")
         return taps + (2 * drawn.view(taps.shape) - 1).to(taps.dtype) * self._choices.tap_noise
 
-    def _join(self, taps: Float[Tensor, "B T L D"]) -> Float[Tensor, "B T D"]:
-        """Fuse the taps of a position into one hidden state."""
+    def _join(
+        self, taps: Float[Tensor, "B T L D"], packed: PackedLinear | None = None
+    ) -> Float[Tensor, "B T D"]:
+        """Fuse the taps of a position into one hidden state; decoding brings `fc` packed."""
         taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
             normed = [norm(taps[..., i, :]) for i, norm in enumerate(self.fc_norm)]
@@ -225,7 +229,8 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         joined = taps.flatten(-2)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
-        return self.fc(joined).to(self.fc.weight.dtype)  # the residual stream keeps its precision
+        fused = self.fc(joined) if packed is None else packed(joined)
+        return fused.to(self.fc.weight.dtype)  # the residual stream keeps its precision
 
     def _embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
         return self.target.embed(ids).detach().to(self.fc.weight.dtype)
@@ -353,6 +358,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             cos=cos.to(dtype),
             sin=sin.to(dtype),
             layers=[LayerMatrices.of(layer) for layer in self._layers()],
+            fc=fuse(self.fc.weight),
             head=fuse(self.lm_head[: ids.shape[0]].to(dtype)),  # padding rows come last
         )
 
@@ -377,7 +383,8 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             is_level=False,
             last=last,
         )
-        hidden = self._advance(state, where, self._embed(seen.next_ids), self._join(seen.taps))
+        fused = self._join(seen.taps, state.fc)
+        hidden = self._advance(state, where, self._embed(seen.next_ids), fused)
         normed = self.norm(hidden)
         fed = normed if self._choices.norm_output else hidden
         has_new = (seen.lengths > 0).unsqueeze(1)
