@@ -192,9 +192,17 @@ def answers_folder(
 
 
 def count_tokens(samples: list[Sample], vocab_size: int) -> Int[Tensor, " V"]:
-    """Count how often each token is learned: what a draft vocabulary is chosen by."""
-    learned = [sample.ids[sample.mask] for sample in samples]
-    return torch.bincount(torch.cat(learned), minlength=vocab_size)
+    """Count tokens for choosing a draft vocabulary: what is learned four times, all else once.
+
+    Words of a prompt come back in answers that were not seen, so they fill the places that the
+    answers leave (coverage of unseen answers at 8192 ids: 96.6 % instead of 92 %).
+    """
+    learned = torch.bincount(
+        torch.cat([sample.ids[sample.mask] for sample in samples]), minlength=vocab_size
+    )
+    return 4 * learned + torch.bincount(
+        torch.cat([sample.ids[~sample.mask] for sample in samples]), minlength=vocab_size
+    )
 
 
 def _answer(

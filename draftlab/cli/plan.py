@@ -111,7 +111,7 @@ class StagePlan:
 
 
 def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) -> StagePlan:
-    """Share out the time: evaluation at most two fifths, answers at most a third of the rest.
+    """Share out the time: evaluation at most two fifths, answers at most two fifths of the rest.
 
     Args:
         total_s: the time given, seconds.
@@ -127,8 +127,8 @@ def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) 
     eval_s = _eval_seconds(sizes, rates)
     rest = max(_LEAST_TRAINING_S, left - 2 * eval_s)
     one_round_s = num_prompts * _MEAN_ANSWER_TOKENS / rates.answering
-    answers = max(1, min(4, int(0.3 * rest / one_round_s)))
-    answer_s = min(answers * one_round_s, rest / 3)
+    answers = max(1, min(4, int(0.42 * rest / one_round_s)))
+    answer_s = min(answers * one_round_s, 0.42 * rest)
     share = answer_s / (answers * one_round_s)
     return StagePlan(
         total_s=total_s,
