@@ -99,8 +99,8 @@ class StagePlan:
                 self.answer_s,
                 f"{self.num_prompts} prompts x {self.answers_per_prompt}",
             ),
-            ("train eagle3", self.train_s, ""),
-            ("eagle3 against the baseline, final report", self.eval_s, "the same prompts"),
+            ("train the drafter", self.train_s, ""),
+            ("it against the baseline, final report", self.eval_s, "the same prompts"),
         )
         lines = [f"plan for {self.total_s / 60:.0f} minutes:"]
         lines += [

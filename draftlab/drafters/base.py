@@ -60,11 +60,13 @@ class DraftLoss:
     Attributes:
         total: sum over the batch's sequences of each sequence's mean loss (long answers do not
             dominate). The trainer divides by the number of sequences of the effective batch.
+            Every prediction counts here; the sums below may be over a fixed part of them, since
+            judging against the whole vocabulary is dear.
         loss_sum: per depth, unweighted sum of token losses.
         hit_sum: per depth, predictions whose argmax is the target's argmax over the *whole*
             vocabulary (case O-26).
         overlap_sum: per depth, sum of sum_v min(p, q): expected acceptance at temperature 1.
-        count: per depth, number of predictions.
+        count: per depth, number of predictions in these sums.
     """
 
     total: Float[Tensor, ""]

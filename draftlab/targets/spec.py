@@ -12,7 +12,7 @@ class TargetSpec:
 
     Attributes:
         name: what a person calls it, such as "HuggingFaceTB/SmolLM2-135M-Instruct".
-        source: where it was loaded from: hub, local, gguf or tiny.
+        source: where it was loaded from: hub, local, gguf, demo or tiny.
         checksum: sha256 over the weights' fingerprint; two targets with equal checksums are one.
         quantisation: "none", or in words, such as "Q4_1, dequantised".
         hidden_size: D, width of taps and final hidden states.

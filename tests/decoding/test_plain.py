@@ -1,0 +1,77 @@
+"""Answers through transformers alone: equal to ours where both work, and there where ours refuses."""
+
+import pytest
+import torch
+from scripted import decode_settings
+
+from draftlab.data.answers import ShardStore
+from draftlab.data.conversations import Conversation
+from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.plain import TransformersDecoding
+from draftlab.decoding.regenerate import list_questions, regenerate
+from draftlab.decoding.settings import RegenerateSettings
+from draftlab.errors import UnsupportedTarget
+from draftlab.targets.features import FeatureRequest
+from draftlab.targets.tiny import tiny_target
+
+
+def test_greedy_answers_equal_the_decoders_and_leave_its_attention_in_place(target, prompts):
+    settings = decode_settings(ignore_eos=False, max_new_tokens=12)
+    ours = Decoder(target, None, settings).generate(prompts[:4])
+    plain = TransformersDecoding(target, settings).generate(prompts[:4])
+    assert [g.output_ids for g in plain] == [g.output_ids for g in ours]
+    again = Decoder(target, None, settings).generate(prompts[:4])
+    assert [g.output_ids for g in again] == [g.output_ids for g in ours]
+
+
+def test_sampled_answers_hang_on_their_key_and_not_on_their_place(target, prompts):
+    settings = decode_settings(temperature=1.0, max_new_tokens=12, seed=5)
+    plain = TransformersDecoding(target, settings)
+    first = plain.generate(prompts[:2], row_keys=[70, 80])
+    turned = plain.generate(prompts[1::-1], row_keys=[80, 70])
+    assert [g.output_ids for g in first] == [g.output_ids for g in turned[::-1]]
+    other = plain.generate(prompts[:1], row_keys=[71])
+    assert other[0].output_ids != first[0].output_ids
+
+
+@pytest.fixture(scope="module")
+def refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return tiny_target("llama", rope_parameters=rope)
+
+
+def test_a_refused_target_still_answers_training_prompts_without_captured_features(
+    refused, tmp_path
+):
+    assert refused.speculation_refusal is not None
+    with pytest.raises(UnsupportedTarget, match="dynamic"):
+        Decoder(refused, None, decode_settings())
+    settings = RegenerateSettings(
+        answers_per_prompt=1,
+        temperature=0.0,
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        max_new_tokens=8,
+        batch_size=4,
+        prompts_per_shard=2,
+        capture_features=False,
+    )
+    chats = [
+        Conversation(f"c{i}", "chat", ({"role": "user", "content": text},))
+        for i, text in enumerate(("hello", "two", "three!"))
+    ]
+    questions, _ = list_questions(refused, chats, settings, max_tokens=256)
+    store = ShardStore(tmp_path)
+    regenerate(
+        refused, questions, settings, store, needs=FeatureRequest((1,)), seed=0, max_tokens=256
+    )
+    samples = store.read()
+    assert len(samples) == 3
+    assert all(sample.features_path is None for sample in samples)
+    for record in store.read_records():
+        ids = list(record.prompt_ids)
+        for token in record.answer_ids:
+            logits = refused.forward_plainly(torch.tensor([ids])).logits
+            assert int(logits[0, -1].argmax()) == token
+            ids.append(token)
