@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 from draftlab.cli.hardware import apply_hardware
 from draftlab.cli.schema import RunSettings
@@ -57,6 +58,9 @@ def main(argv: list[str]) -> int:
     except DraftlabError as error:
         print(f"draftlab train: {error}", file=sys.stderr)
         return error.exit_code
+    from draftlab.training.processes import leave_group
+
+    leave_group()
     return 0
 
 
@@ -91,5 +95,18 @@ def _logging_to(run: RunDir) -> Iterator[None]:
         handler.close()
 
 
+def _end_now(code: int) -> NoReturn:
+    """End the process without tearing down the interpreter.
+
+    Everything is written by now. The threads of torch's process group and of its autograd engine
+    may still be waiting for the interpreter's lock while it goes away, which aborts the process
+    ("terminate called without an active exception") after a run that went well.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _end_now(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import distributed
 
 from draftlab.errors import ConfigError
 
@@ -51,6 +52,12 @@ def start_accelerator(device: torch.device, precision: str) -> Accelerator:
             "the target on the process's own device"
         )
     return accelerator
+
+
+def leave_group() -> None:
+    """Leave the processes that trained together; nothing in a process that trained alone."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _place(device: torch.device) -> tuple[str, int | None]:
