@@ -20,7 +20,7 @@ from torch import nn
 
 import draftlab.drafters
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters.tree import DraftTree
+from draftlab.drafters.tree import DraftTree, DynamicTree, StaticTree
 from draftlab.errors import ConfigError, NotExportable
 from draftlab.randomness import Noise
 from draftlab.sampling import Sampling
@@ -108,13 +108,25 @@ class DraftBudget:
     Attributes:
         rows: slots to propose for, unique; the tree's R rows follow this order.
         num_draft_tokens: K, depth of the chain (or tree).
-        sampling: how the target is sampled. Greedy: propose the likeliest tokens. Otherwise a
-            drafter may draw from its own law at this temperature, and must report that law.
+        sampling: how the target is sampled. A drafter that `draws` does so from its own law at
+            this temperature, and must report that law.
+        points: propose the likeliest tokens, each law a point mass, though the target is sampled.
+        tree: shape of the proposal; None is a chain. Only for drafters with `grows_trees`.
+        min_confidence: a drafter may stop a row's chain before a node whose `confidence` is below
+            this; the decoder cuts there in any case.
     """
 
     rows: Int[Tensor, " R"]
     num_draft_tokens: int
     sampling: Sampling
+    points: bool = False
+    tree: StaticTree | DynamicTree | None = None
+    min_confidence: float | None = None
+
+    @property
+    def draws(self) -> bool:
+        """True: draw the tokens, siblings without replacement; False: the likeliest ones."""
+        return not (self.points or self.sampling.is_greedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +153,8 @@ class Drafter(nn.Module, ABC):
     weights are never parameters, never saved, never counted.
 
     `max_draft_tokens` is the deepest chain a drafter can propose, for those with a fixed number of
-    heads or block places; None is any.
+    heads or block places; None is any. `grows_trees` says that `propose` answers a budget with a
+    `tree`.
 
     Lossless decoding does not depend on a drafter being good, only on the law it reports being the
     law it drew from. What it proposes may depend on the prefix alone (non-anticipation).
@@ -153,6 +166,7 @@ class Drafter(nn.Module, ABC):
     settings: DrafterSettings
     target: TargetView
     max_draft_tokens: int | None = None
+    grows_trees: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, kind: str, settings: type[DrafterSettings]) -> None:
         """Record the kind; the file's name and the kind are the same word."""

@@ -298,7 +298,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             longest = max(len(text.ids) for text in texts)
             for k in range(depth):
                 logits = state.head(hidden)[:, :known]
-                if budget.sampling.is_greedy:
+                if not budget.draws:
                     chosen = greedy_ids(logits)
                 else:
                     laws.append(process(logits, budget.sampling))
@@ -316,7 +316,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
                 text.written.extend(drafts[:-1])
         num_nodes = torch.zeros(len(rows), dtype=torch.int64, device=device)
         num_nodes[index] = depth
-        if budget.sampling.is_greedy:
+        if not budget.draws:
             return chain_of_points(tokens, num_nodes)
         law = torch.zeros(
             len(rows), depth, width, dtype=laws[0].dtype if laws else torch.float32, device=device

@@ -406,7 +406,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         known = [state.committed[slot] for slot in slots]
         is_prefix, is_level = slots == list(range(len(slots))), len(set(known)) == 1
         hidden, logits = state.hidden[rows], state.logits[rows]
-        law = None if budget.sampling.is_greedy else Sampling(budget.sampling.temperature)
+        law = Sampling(budget.sampling.temperature) if budget.draws else None
         first = torch.zeros_like(rows)
         tokens, laws = [], []
         for k in range(depth):

@@ -216,7 +216,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         logits = self._logits(state, budget.rows, depth)
         num_nodes = torch.where(state.is_seen[budget.rows], depth, 0)
         ids = self._vocab_ids
-        if budget.sampling.is_greedy:
+        if not budget.draws:
             columns = greedy_ids(logits)
             return chain_of_points(columns if ids is None else ids[columns], num_nodes)
         probs = process(logits, budget.sampling)

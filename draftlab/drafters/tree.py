@@ -9,6 +9,38 @@ from draftlab.shapes import Float, Int, Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class StaticTree:
+    """A tree whose shape is fixed before decoding (Medusa, arXiv:2401.10774, section 2.3.3).
+
+    Attributes:
+        parents: index of each node's parent, -1 for a child of the anchor; parent < child.
+        ranks: node n is its drafter's choice number `ranks[n]` after its parent, 0 the likeliest;
+            siblings stand in order of rank.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicTree:
+    """A tree grown where the drafter is sure (EAGLE-2, arXiv:2406.16858).
+
+    Every level expands the `top_k` likeliest nodes by `top_k` children each; in the end the
+    `num_nodes` likeliest of all levels stay.
+
+    Attributes:
+        num_nodes: N, draft nodes that are verified.
+        top_k: children of a node, and nodes that a level expands.
+        depth: levels.
+    """
+
+    num_nodes: int
+    top_k: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftTree:
     """Draft tokens of R rows, each with the law it was really drawn from. A chain is a tree.
 
@@ -19,6 +51,9 @@ class DraftTree:
         law_probs: probability of each id of the support, given the node's ancestors and earlier
             siblings. A point mass is C = 1 with probability 1. Rows sum to 1.
         law_ids: the support, target ids, unique within a node; None when C = V in id order.
+        confidence: how likely the node is to be accepted if its parent is, told from the prefix
+            and the node's ancestors alone, never from the token drawn here: cutting a draft by it
+            keeps the law (non-anticipation). None: the drafter has no opinion.
     """
 
     tokens: Int[Tensor, "R N"]
@@ -26,6 +61,7 @@ class DraftTree:
     num_nodes: Int[Tensor, " R"]
     law_probs: Float[Tensor, "R N C"]
     law_ids: Int[Tensor, "R N C"] | None
+    confidence: Float[Tensor, "R N"] | None = None
 
     def __post_init__(self) -> None:
         """Refuse trees whose fields do not belong together."""

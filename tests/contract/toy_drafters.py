@@ -56,9 +56,7 @@ class ToySelf(Drafter, kind="toy_self", settings=DrafterSettings):
             logits = self.target.head(self.target.final_norm(hidden[:, 0]))
             logits[:, self.target.spec.num_token_ids :] = -torch.inf
             laws.append(process(logits, budget.sampling))
-            ids = (
-                greedy_ids(logits) if budget.sampling.is_greedy else draw(laws[-1], uniforms[:, k])
-            )
+            ids = greedy_ids(logits) if not budget.draws else draw(laws[-1], uniforms[:, k])
             tokens.append(ids)
         nodes = torch.tensor([depth if state.anchor[row] >= 0 else 0 for row in rows])
         parents = chain_parents(len(rows), depth, ids.device)
@@ -134,7 +132,7 @@ class ToyBlock(Drafter, kind="toy_block", settings=DrafterSettings):
         depth, rows = budget.num_draft_tokens, budget.rows
         logits = self._logits(state.hidden[rows])[:, :depth]
         nodes = torch.where(state.is_seen[rows], depth, 0)
-        if budget.sampling.is_greedy:
+        if not budget.draws:
             return chain_of_points(greedy_ids(logits), nodes)
         probs = process(logits, budget.sampling)
         parents = chain_parents(rows.shape[0], depth, rows.device)
