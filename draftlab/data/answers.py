@@ -20,10 +20,10 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from draftlab.data.files import write_whole
 from draftlab.data.packing import Sample
 from draftlab.data.records import Message
 from draftlab.errors import DataError
+from draftlab.files import write_atomic, write_whole
 from draftlab.shapes import Float, Tensor
 
 _MAX_RECORDS = 1 << 20  # of one shard; sample ids are made of shard and place
@@ -90,7 +90,7 @@ class ShardStore:
         given = json.loads(json.dumps(manifest))  # tuples and the like as JSON shows them
         if not path.is_file():
             text = json.dumps(given, indent=1, ensure_ascii=False)
-            write_whole(path, lambda temporary: _write_text(temporary, text))
+            write_atomic(path, text)
             return
         saved = _flat(json.loads(path.read_text(encoding="utf-8")))
         given = _flat(given)
@@ -150,7 +150,7 @@ class ShardStore:
         }
         lines = [header, *(asdict(record) for record in records)]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_whole(jsonl, lambda temporary: _write_text(temporary, text))
+        write_atomic(jsonl, text)
 
     def read_records(self) -> Iterator[AnswerRecord]:
         """Read the answers of all whole shards, in order."""
@@ -244,10 +244,6 @@ def _lay_out(
     if not laid:
         raise DataError(f"shard {index}: features hold neither taps nor final; pass None instead")
     return laid
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

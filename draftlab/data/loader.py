@@ -31,7 +31,6 @@ from draftlab.data.conversations import (
     read_files,
     read_hub,
 )
-from draftlab.data.files import compute_file_sha256, write_whole
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.prompts import load_prompts
 from draftlab.data.settings import DataSettings
@@ -42,6 +41,7 @@ from draftlab.data.template import (
     load_template,
 )
 from draftlab.errors import DataError
+from draftlab.files import compute_file_sha256, write_whole
 from draftlab.randomness import derive_seed
 
 log = logging.getLogger(__name__)

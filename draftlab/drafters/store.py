@@ -5,10 +5,8 @@ drafter.json is written last and names the checksum of the tensors, so a half-wr
 whose files are of two different moments, is told and never loaded.
 """
 
-import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from draftlab.drafters.base import Drafter, DrafterSettings, DraftVocabSettings, drafter_class
 from draftlab.drafters.vocab import DraftVocab, vocab_for
 from draftlab.errors import CheckpointError, ConfigError
+from draftlab.files import compute_file_sha256, write_atomic, write_whole
 from draftlab.randomness import derive_seed
 from draftlab.settings.base import parse_settings
 from draftlab.shapes import Int, Tensor
@@ -101,22 +100,18 @@ def save_drafter(drafter: Drafter, folder: Path, *, extra: dict[str, Any]) -> No
     vocab = _vocab_of(drafter)
     if vocab is not None:
         tensors[_VOCAB] = vocab.ids.cpu().contiguous()
-    partial = folder / f".{TENSORS}.{os.getpid()}"
-    save_file(tensors, partial)
+    write_whole(folder / TENSORS, lambda partial: save_file(tensors, partial))
     card = {
         "format": _FORMAT,
         "kind": drafter.kind,
         "settings": drafter.settings.model_dump(mode="json"),
         "target": drafter.target.spec.to_json(),
         "draft_vocab_size": None if vocab is None else vocab.size,
-        "sha256": _sha256(partial),
+        "sha256": compute_file_sha256(folder / TENSORS),
         "aliases": aliases,
         "extra": extra,
     }
-    os.replace(partial, folder / TENSORS)
-    partial = folder / f".{CARD}.{os.getpid()}"
-    partial.write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, folder / CARD)
+    write_atomic(folder / CARD, json.dumps(card, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_card(folder: Path) -> DrafterCard:
@@ -166,7 +161,7 @@ def load_drafter(folder: Path, view: TargetView) -> Drafter:
     for warning in check_same_target(card.target, view.spec, what=f"drafter {folder}"):
         log.warning(warning)
     path = folder / TENSORS
-    found = _sha256(path)
+    found = compute_file_sha256(path)
     if found != card.sha256:
         raise CheckpointError(
             f"{path} has sha256 {found[:12]}, but {CARD} expects {card.sha256[:12]}: the folder is "
@@ -220,8 +215,3 @@ def _own_tensors(drafter: Drafter) -> tuple[dict[str, Tensor], dict[str, str]]:
             first[place] = name
             tensors[name] = tensor.detach().cpu().contiguous().clone()
     return tensors, aliases
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from draftlab.decoding.records import Generation
 from draftlab.errors import CheckpointError
 from draftlab.evaluation.results import EvalResult, read_result, result_to_json
-from draftlab.runs.run_dir import write_atomic, write_json
+from draftlab.files import write_atomic
+from draftlab.runs.run_dir import write_json
 
 
 @dataclass(frozen=True, slots=True)

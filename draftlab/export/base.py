@@ -6,7 +6,6 @@ The folder appears whole or not at all: it is written beside its place, read bac
 the format's table, and renamed.
 """
 
-import hashlib
 import importlib
 import os
 import pkgutil
@@ -23,6 +22,7 @@ from draftlab.drafters.base import Drafter
 from draftlab.errors import ConfigError
 from draftlab.export.card import Card, serve_command, write_card
 from draftlab.export.settings import ExportSettings
+from draftlab.files import compute_file_sha256, force_to_disk, force_tree_to_disk
 from draftlab.targets.view import TargetView
 
 SUMS = "SHA256SUMS"
@@ -216,31 +216,20 @@ def _write_sums(folder: Path) -> dict[str, str]:
     """Write SHA256SUMS, which `sha256sum -c` reads."""
     sums = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sums[path.relative_to(folder).as_posix()] = digest
+        sums[path.relative_to(folder).as_posix()] = compute_file_sha256(path)
     lines = [f"{digest}  {name}\n" for name, digest in sums.items()]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     return sums
 
 
 def _put_in_place(part: Path, folder: Path) -> None:
-    for path in [*part.rglob("*"), part]:
-        _force_to_disk(path)
+    force_tree_to_disk(part)
     old = None
     if folder.exists():
         # a folder cannot be renamed onto a full one, so the earlier export steps aside first
         old = part.with_suffix(".old")
         os.replace(folder, old)
     os.replace(part, folder)
-    _force_to_disk(folder.parent)
+    force_to_disk(folder.parent)
     if old is not None:
         shutil.rmtree(old)
-
-
-def _force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,6 +5,7 @@ In: `ReportInput`. Out: the page's text; `write_report` writes it and its plain 
 
 from pathlib import Path
 
+from draftlab.files import write_atomic
 from draftlab.reports.facts import ReportInput
 from draftlab.reports.glossary import ENGINES, GLOSSARY
 from draftlab.reports.markdown import render_markdown
@@ -16,7 +17,6 @@ from draftlab.reports.plots import (
     plot_tau_by_domain,
     plot_training,
 )
-from draftlab.runs.run_dir import write_atomic
 
 
 def write_report(folder: Path, given: ReportInput) -> tuple[Path, Path]:

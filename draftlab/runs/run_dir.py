@@ -17,28 +17,9 @@ from typing import Any
 import yaml
 
 from draftlab.errors import CheckpointError
+from draftlab.files import write_atomic
 
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # no look-alikes: people type these
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that no reader, and no crash, ever sees half of it.
-
-    Args:
-        path: where; its folder is made when missing.
-        content: text is written as UTF-8.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftlab.errors import CheckpointError
+from draftlab.files import force_to_disk, force_tree_to_disk, write_atomic
 from draftlab.shapes import Tensor
 
 _WRITING = ".writing-"
@@ -75,13 +76,13 @@ class CheckpointFolder:
         _remove(temporary)
         temporary.mkdir()
         write(temporary)
-        _force_to_disk(temporary)
+        force_tree_to_disk(temporary)
         final = self.root / name
         if final.exists():  # committed, but the process died before `latest` named it
             self._drop(final)
         os.replace(temporary, final)
-        _sync(self.root)
-        write_text(self.root / "latest", name)
+        force_to_disk(self.root)
+        write_atomic(self.root / "latest", name)
         if is_best:
             self.name_best(step)
         return final
@@ -92,7 +93,7 @@ class CheckpointFolder:
         pointer = self.root / "best"
         is_named = pointer.is_file() and pointer.read_text(encoding="utf-8").strip() == name
         if not is_named and (self.root / name).is_dir():
-            write_text(pointer, name)
+            write_atomic(pointer, name)
 
     def rotate(self, keep: int) -> None:
         """Keep the newest checkpoints and the best one, and clear what a dead process left."""
@@ -151,17 +152,6 @@ def read_state(folder: Path) -> tuple[Progress, dict[str, Tensor]]:
     return progress, tensors
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a small text file as a whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON file of a run.
 
@@ -178,20 +168,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
-
-
-def _force_to_disk(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import CheckpointError
-from draftlab.training.checkpoints import read_json, write_text
+from draftlab.files import write_atomic
+from draftlab.training.checkpoints import read_json
 from draftlab.training.settings import TrainSettings
 
 _MIN_REHEARSALS = 3
@@ -49,7 +50,7 @@ class TrainingPlan:
     def write(self, folder: Path) -> None:
         """Write plan.json as a whole."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "plan.json", json.dumps(asdict(self), indent=2))
+        write_atomic(folder / "plan.json", json.dumps(asdict(self), indent=2))
 
     def resume(self, folder: Path) -> "TrainingPlan":
         """Give the plan this training began with, or this one when none was written yet.

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from draftlab.data import files
+from draftlab import files
 from draftlab.data.answers import AnswerFeatures, AnswerRecord, ShardStore
 from draftlab.data.packing import PackedRow, collate_features, cut_samples
 from draftlab.errors import DataError

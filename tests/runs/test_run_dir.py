@@ -4,13 +4,13 @@ from datetime import datetime
 import pytest
 
 from draftlab.errors import CheckpointError
+from draftlab.files import write_atomic
 from draftlab.runs.run_dir import (
     RunDir,
     create_run,
     list_runs,
     new_run_id,
     open_run,
-    write_atomic,
     write_json,
 )
 
