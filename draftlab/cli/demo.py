@@ -156,6 +156,7 @@ class Demo:
         regenerate = settings.regenerate.model_copy(
             update={
                 "answers_per_prompt": plan.answers_per_prompt,
+                "max_new_tokens": plan.answer_tokens,
                 "prompts_per_shard": plan.prompts_per_shard,
                 **sampled,
             }

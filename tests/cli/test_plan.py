@@ -66,3 +66,12 @@ def test_the_plan_is_told_and_becomes_settings():
     changed = apply_to_eval(plan, settings)
     assert changed.prompts_per_domain == plan.prompts_per_domain
     assert changed.suite == settings.suite
+
+
+def test_answers_are_shortened_before_prompts_are_left_out():
+    plans = [planned(minutes, USUAL) for minutes in (4, 12, 45)]
+    assert [plan.answer_tokens for plan in plans] == sorted(plan.answer_tokens for plan in plans)
+    short = planned(12, SLOW)
+    assert short.answer_tokens < planned(45, FAST).answer_tokens
+    for plan in [*plans, short]:
+        assert plan.num_prompts == NUM_PROMPTS or plan.answer_tokens == 48
