@@ -7,20 +7,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftlab.cli.by_name import answer, open_target
+    from draftlab.cli.by_name import answer, encode_question, open_decoder, open_target
     from draftlab.cli.drafters import open_drafter
     from draftlab.decoding.decoder import Decoder
     from draftlab.evaluation.suite import evaluate
     from draftlab.runs.run_dir import open_run
     from draftlab.targets.target import Target
 
-__all__ = ["Decoder", "Target", "answer", "evaluate", "open_drafter", "open_run", "open_target"]
+__all__ = [
+    "Decoder",
+    "Target",
+    "answer",
+    "encode_question",
+    "evaluate",
+    "open_decoder",
+    "open_drafter",
+    "open_run",
+    "open_target",
+]
 
 _HOMES = {
     "Decoder": "draftlab.decoding.decoder",
     "Target": "draftlab.targets.target",
     "answer": "draftlab.cli.by_name",
+    "encode_question": "draftlab.cli.by_name",
     "evaluate": "draftlab.evaluation.suite",
+    "open_decoder": "draftlab.cli.by_name",
     "open_drafter": "draftlab.cli.drafters",
     "open_run": "draftlab.runs.run_dir",
     "open_target": "draftlab.cli.by_name",

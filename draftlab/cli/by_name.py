@@ -1,9 +1,9 @@
-"""From Python, what commands do with names: a target, and an answer.
+"""From Python, what commands do with names: a target, a decoder, and an answer.
 
-In: the words of a command line, as text. Out: a `Target`, or an answer's text.
+In: the words of a command line, as text. Out: a `Target`, a `Decoder`, or an answer's text.
 """
 
-from draftlab.cli.drafters import compose_for_drafters
+from draftlab.cli.drafters import compose_for_drafters, open_drafter
 from draftlab.cli.schema import GenerateCommandSettings, settings_of
 from draftlab.cli.words import split_words
 from draftlab.data.chat import encode_prompt
@@ -31,6 +31,27 @@ def open_target(*words: str) -> Target:
     )
 
 
+def open_decoder(target: Target, drafter: Drafter | str | None, *words: str) -> Decoder:
+    """Make a decoder, whose `generate` answers many prompts with per-prompt settings.
+
+    Args:
+        target: who answers.
+        drafter: who proposes tokens, or its name; None decodes plainly.
+        *words: such as "decode=sampled" or "decode.batch_size=8".
+
+    Raises:
+        ConfigError: words that do not compose, or that do not suit this drafter.
+    """
+    settings = settings_of(GenerateCommandSettings, compose("generate", words))
+    found = open_drafter(drafter, target) if isinstance(drafter, str) else drafter
+    return Decoder(target, found, settings.decode)
+
+
+def encode_question(target: Target, text: str) -> list[int]:
+    """Write what a user says into the target's chat template, as token ids."""
+    return encode_prompt(target.tokenizer, [{"role": "user", "content": text}])
+
+
 def answer(prompt: str, target: Target, drafter: Drafter | None = None, *words: str) -> str:
     """Let a target answer a prompt, sped up by a drafter; its own answer either way.
 
@@ -43,7 +64,8 @@ def answer(prompt: str, target: Target, drafter: Drafter | None = None, *words: 
     Raises:
         ConfigError: words that do not compose, or a prompt without room for an answer.
     """
-    settings = settings_of(GenerateCommandSettings, compose("generate", words))
-    ids = encode_prompt(target.tokenizer, [{"role": "user", "content": prompt}])
-    (found,) = Decoder(target, drafter, settings.decode).generate([ids])
+    decoder = open_decoder(target, drafter, *words)
+    (found,) = decoder.generate([encode_question(target, prompt)])
+    if found.text is not None:
+        return found.text  # it ends before a stop string
     return target.tokenizer.decode(list(found.output_ids), skip_special_tokens=True)

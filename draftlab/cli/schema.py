@@ -107,15 +107,17 @@ class EvalCommandSettings(CommandSettings):
 
 
 class GenerateCommandSettings(CommandSettings):
-    """conf/generate.yaml: one answer.
+    """conf/generate.yaml: one answer, or several.
 
     Attributes:
         drafter: by kind, or the name of a trained one.
-        prompt: what is asked.
+        prompt: what is asked; "-" reads it from stdin.
+        prompts: a file of questions, one a line or chats; "-" is stdin.
     """
 
     drafter: AnyDrafter | str
     prompt: str | None
+    prompts: str | None
 
 
 class ExportCommandSettings(CommandSettings):

@@ -8,6 +8,7 @@ from draftlab.cli.collect import Collected, collect_samples, count_tokens
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.probe import AcceptanceProbe
 from draftlab.cli.schema import RunSettings
+from draftlab.cli.vocab_report import report_vocab
 from draftlab.data.packing import cut_samples, pack
 from draftlab.drafters.base import Drafter, DraftVocabSettings, num_trainable
 from draftlab.drafters.store import build_drafter, load_drafter
@@ -94,6 +95,8 @@ def train_drafter(
     """Train on what was collected; `train` replaces the settings' own limits."""
     train = train or settings.train
     drafter = make_drafter(settings, target, collected)
+    if _is_first_rank():
+        report_vocab(getattr(drafter, "vocab", None), target, collected)
     cut = cut_samples(collected.samples, train.row_tokens)
     if cut.num_cut:
         log.info(

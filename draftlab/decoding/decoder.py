@@ -5,43 +5,41 @@ length, nothing is ever realigned, rejected drafts are overwritten by the next p
 leave while others run. Without a drafter the same rounds are plain autoregressive decoding: the
 baseline runs through the same kernels.
 
-Read `Decoder._round` first.
+Read `Decoder._round` first; then proposing.py (what is drafted), judging.py (what stays) and
+watching.py (what the drafter sees of it).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 
+from draftlab.decoding.batch import Batch
+from draftlab.decoding.committing import Outcome, fetch_outcome, show_path
+from draftlab.decoding.costs import TimeCurve, doubling_widths, measure_time_curve
+from draftlab.decoding.fallback import Fallback
+from draftlab.decoding.geometry import place_nodes
+from draftlab.decoding.judging import Judge, list_overlaps
+from draftlab.decoding.plan import make_plan
+from draftlab.decoding.prefill import prefill
+from draftlab.decoding.proposing import Proposer
 from draftlab.decoding.records import Generation, StepRecord
+from draftlab.decoding.requests import make_rows
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.decoding.slots import Sequence as Row
+from draftlab.decoding.stops import StopStrings
 from draftlab.decoding.timing import DeviceClock
-from draftlab.decoding.verify import compute_overlaps, verify_exact_match, verify_speculative
-from draftlab.drafters.base import DraftBudget, Drafter, Observation
-from draftlab.drafters.tree import DraftTree, Verdict, chain_of_points
-from draftlab.errors import ConfigError, UnsupportedTarget
-from draftlab.randomness import Purpose, uniforms
-from draftlab.sampling import draw, greedy_ids, process
-from draftlab.shapes import Float, Int, Tensor
-from draftlab.targets.features import FeatureRequest, TargetFeatures
-from draftlab.targets.step import Step, StepOutput
+from draftlab.decoding.watching import Listener, Watchers
+from draftlab.drafters.base import Drafter
+from draftlab.drafters.tree import DraftTree, DynamicTree
+from draftlab.errors import UnsupportedTarget
+from draftlab.sampling import ContextTracker, Sampling
+from draftlab.targets.step import Step
 from draftlab.targets.target import Target
 
+__all__ = ["Decoder", "Listener"]
 
-@runtime_checkable
-class Listener(Protocol):
-    """Something that reads along without changing anything, such as the feature recorder."""
-
-    @property
-    def needs(self) -> FeatureRequest:
-        """Hidden states it wants to see."""
-        ...
-
-    def observe(self, prompt_indices: list[int], seen: Observation) -> None:
-        """Take in processed positions; `prompt_indices` follows the rows."""
-        ...
+OnTokens = Callable[[int, list[int], int], None]
 
 
 class Decoder:
@@ -55,12 +53,22 @@ class Decoder:
         *,
         listener: Listener | None = None,
         clock: DeviceClock | None = None,
+        wants_overlaps: bool = False,
     ) -> None:
         """Check that this target, drafter and rule go together.
 
+        Args:
+            target: whose law is kept.
+            drafter: proposes tokens; None decodes plainly.
+            settings: see conf/decode/greedy.yaml.
+            listener: reads along.
+            clock: of all times; a fake one in tests.
+            wants_overlaps: fill `StepRecord.overlaps`.
+
         Raises:
             UnsupportedTarget: this target's cache cannot be rolled back exactly.
-            ConfigError: a rule that the sampling makes meaningless.
+            ConfigError: a rule that the sampling makes meaningless, or a draft shape that this
+                drafter does not propose.
         """
         if target.speculation_refusal is not None:
             raise UnsupportedTarget(
@@ -70,26 +78,50 @@ class Decoder:
         self.target = target
         self.drafter = drafter
         self.settings = settings
-        self.sampling = settings.sampling
-        self.rule = _choose_rule(settings)
-        self.num_draft_tokens = _choose_depth(settings, drafter)
-        self.listener = listener
+        self.plan = make_plan(settings, drafter)
         self.clock = clock or DeviceClock(target.device)
+        is_tree = self.plan.shape is not None
+        self._judge = Judge(
+            settings,
+            has_drafter=drafter is not None,
+            is_tree=is_tree,
+            # a shape that depends on all nodes may not depend on draws; see proposing.py
+            draws=not isinstance(self.plan.shape, DynamicTree),
+        )
+        self._wants_overlaps = wants_overlaps and not is_tree
+        self._fallback = Fallback() if settings.fallback and drafter is not None else None
+        self._proposer = Proposer(
+            drafter,
+            self.plan,
+            min_confidence=settings.min_confidence,
+            fallback=self._fallback,
+        )
+        self._curves: dict[int, TimeCurve] = {}
+        self._watchers = Watchers(drafter, listener)
+        self._watchers.request.check(target.spec.num_layers)
         self._eos = frozenset() if settings.ignore_eos else frozenset(target.spec.eos_ids)
-        self._drafter_needs = drafter.needs if drafter else FeatureRequest()
-        self._listener_needs = listener.needs if listener else FeatureRequest()
-        self._request = self._drafter_needs.union(self._listener_needs)
-        self._request.check(target.spec.num_layers)
         if drafter is not None:
             drafter.eval()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K: draft tokens of a chain, or levels of a tree."""
+        return self.plan.depth
+
+    @property
+    def is_lossy(self) -> bool:
+        """True when answers do not have the target's law."""
+        return self._judge.is_lossy
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
+        stop: Sequence[str] | None = None,
         batch_size: int | None = None,
-        on_tokens: Callable[[int, list[int], int], None] | None = None,
+        on_tokens: OnTokens | None = None,
         on_finish: Callable[[Generation], None] | None = None,
         row_keys: Sequence[int] | None = None,
     ) -> list[Generation]:
@@ -97,7 +129,9 @@ class Decoder:
 
         Args:
             prompts: token ids, at least one each.
-            max_new_tokens: limit of each answer; None takes the settings'.
+            sampling: how the target is sampled, for all or one a prompt; None takes the settings'.
+            max_new_tokens: limit of each answer, for all or one a prompt; None takes the settings'.
+            stop: strings that end an answer; None takes the settings'.
             batch_size: None takes the settings'.
             on_tokens: called with (prompt index, tokens that came out, how many of them were
                 accepted draft tokens).
@@ -106,349 +140,179 @@ class Decoder:
                 give equal draws, whatever the batch-mates.
 
         Raises:
-            ConfigError: an empty prompt, or one that leaves no room for an answer.
+            ConfigError: an empty prompt, one that leaves no room for an answer, or sampling that
+                the settings' rule is not for.
         """
-        limit = max_new_tokens or self.settings.max_new_tokens
+        strings = self.settings.stop if stop is None else stop
+        stops = None
+        if strings:
+            silent = frozenset(self.target.spec.eos_ids)
+            stops = StopStrings(self.target.tokenizer, strings, silent)
+        rows = make_rows(
+            self.target,
+            prompts,
+            sampling=self.settings.sampling if sampling is None else sampling,
+            max_new_tokens=max_new_tokens or self.settings.max_new_tokens,
+            stops=stops,
+            row_keys=row_keys,
+        )
+        if not rows:
+            return []
+        self._judge.prepare([row.sampling for row in rows])
         done: dict[int, Generation] = {}
-        for generation in self._run(
-            prompts, limit, batch_size or self.settings.batch_size, on_tokens, row_keys
-        ):
+        for generation in self._run(rows, batch_size or self.settings.batch_size, on_tokens):
             done[generation.prompt_index] = generation
             if on_finish is not None:
                 on_finish(generation)
         return [done[index] for index in range(len(prompts))]
 
     def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limit: int,
-        batch_size: int,
-        on_tokens: Callable[[int, list[int], int], None] | None,
-        row_keys: Sequence[int] | None,
+        self, rows: list[Row], batch_size: int, on_tokens: OnTokens | None
     ) -> Iterator[Generation]:
-        if not prompts:
-            return
-        limits = [self._limit(index, prompt, limit) for index, prompt in enumerate(prompts)]
-        keys = list(row_keys) if row_keys is not None else list(range(len(prompts)))
-        waiting = deque(range(len(prompts)))
+        waiting = deque(rows)
         with torch.inference_mode():
-            batch = _Batch(
-                self,
-                slots=min(batch_size, len(prompts)),
-                longest=max(len(p) + m for p, m in zip(prompts, limits, strict=True)),
-            )
+            batch = self._open(rows, slots=min(batch_size, len(rows)))
         while waiting or batch.live:
             entering: list[Row] = []
             while waiting and batch.free:
-                index = waiting.popleft()
-                entering.append(
-                    Row(
-                        index,
-                        list(prompts[index]),
-                        limits[index],
-                        slot=batch.free.pop(),
-                        entered_s=self.clock.read(),
-                    )
-                )
+                row = waiting.popleft()
+                row.slot, row.entered_s = batch.free.pop(), self.clock.read()
+                entering.append(row)
             # inference mode is entered anew each round: a generator must not leak it to its caller
             with torch.inference_mode():
                 if entering:
-                    self._prefill(batch, entering)
-                finished = self._round(batch, keys, on_tokens)
+                    self._watchers.catch_up(batch.state)
+                    tokens = self.settings.prefill_tokens
+                    prefill(self.target, self._watchers, batch, entering, prefill_tokens=tokens)
+                finished = self._round(batch, on_tokens)
             yield from finished
 
-    def _limit(self, index: int, prompt: Sequence[int], limit: int) -> int:
-        if not prompt:
-            raise ConfigError(f"prompt {index} is empty: expected at least one token")
-        room = self.target.spec.max_positions - len(prompt)
-        if room < 1:
-            raise ConfigError(
-                f"prompt {index} has {len(prompt)} tokens, and the target takes "
-                f"{self.target.spec.max_positions} with the answer; shorten it"
-            )
-        return min(limit, room)
-
-    # ------------------------------------------------------------------ prefill
-
-    def _prefill(self, batch: "_Batch", rows: list[Row]) -> None:
-        """Run all prompt tokens but the last, in chunks; the last one becomes the anchor."""
-        for group in _prefill_groups(rows, self.settings.prefill_tokens):
-            longest = max(len(row.prompt_ids) for row in group) - 1
-            width = max(1, self.settings.prefill_tokens // len(group))
-            for start in range(0, longest, width):
-                self._prefill_chunk(batch, group, start, min(start + width, longest))
-        for row in rows:
-            row.base = len(row.prompt_ids) - 1
-            row.anchor = row.prompt_ids[-1]
-            batch.live.append(row)
-        batch.live.sort(key=lambda row: row.slot)
-
-    def _prefill_chunk(self, batch: "_Batch", group: list[Row], start: int, stop: int) -> None:
-        # a row whose prompt has ended stays at its own end and runs dummies that nothing can see
-        chunks = [row.prompt_ids[start : min(stop, len(row.prompt_ids) - 1)] for row in group]
-        width = max(len(chunk) for chunk in chunks)
-        bases = [min(start, len(row.prompt_ids) - 1) for row in group]
-        lengths = self._ints([len(chunk) for chunk in chunks])
-        ids = self._ints([chunk + [0] * (width - len(chunk)) for chunk in chunks])
-        rows = self._ints([row.slot for row in group])
-        step = self._step(rows, ids, bases)
-        out = self.target.run(batch.kv, step, request=self._request, wants_logits=False)
-        if self.drafter is None and self.listener is None:
-            return
-        partners = [
-            row.prompt_ids[base + 1 : base + 1 + len(chunk)]
-            for row, base, chunk in zip(group, bases, chunks, strict=True)
-        ]
-        next_ids = self._ints([p + [0] * (width - len(p)) for p in partners])
-        self._observe(batch, group, rows, ids, lengths, next_ids, out.features)
+    def _open(self, rows: list[Row], *, slots: int) -> Batch:
+        """Make room for a run, and measure what passes cost where drafts are sized by it."""
+        self._watchers.forget()
+        context = None
+        if any(row.sampling.reads_context for row in rows):
+            context = ContextTracker(slots, sorted(self._eos), self.target.device)
+        longest = max(len(row.prompt_ids) + row.limit for row in rows)
+        batch = Batch(
+            self.target,
+            self.drafter,
+            slots=slots,
+            # the last round may write drafts past the longest answer
+            capacity=longest + self.plan.num_nodes + 1,
+            num_nodes=self.plan.num_nodes,
+            seed=self.settings.seed,
+            context=context,
+        )
+        if self.plan.is_budgeted:
+            if slots not in self._curves:
+                self._curves[slots] = measure_time_curve(
+                    self.target,
+                    batch.kv,
+                    rows=slots,
+                    base=longest // 2,
+                    widths=doubling_widths(self.plan.num_nodes + 1),
+                    clock=self.clock,
+                )
+            self._proposer.curve = self._curves[slots]
+        return batch
 
     # ------------------------------------------------------------------ one round
 
-    def _round(
-        self,
-        batch: "_Batch",
-        keys: list[int],
-        on_tokens: Callable[[int, list[int], int], None] | None,
-    ) -> list[Generation]:
+    def _round(self, batch: Batch, on_tokens: OnTokens | None) -> list[Generation]:
         """Draft, verify and commit once for every live row."""
-        live = batch.live
         began = self.clock.read()
-        rows = self._ints([row.slot for row in live])
-        anchors = self._ints([row.anchor for row in live]).unsqueeze(1)
-        tree = self._draft(batch, rows, keys)
+        tree = None
+        is_resting = self._proposer.is_resting
+        if not is_resting:
+            self._watchers.catch_up(batch.state)
+            tree = self._proposer.propose(batch, wants_points=self._judge.wants_points)
         drafted = self.clock.read()
-        ids = torch.cat([anchors, tree.tokens], dim=1)
-        step = self._step(rows, ids, [row.base for row in live])
-        out = self.target.run(batch.kv, step, request=self._request, wants_logits=True)
-        verdict, overlaps = self._verify(batch, tree, out, keys)
-        counts: list[int] = verdict.num_accepted.tolist()
-        tokens: list[list[int]] = tree.tokens.tolist()
-        next_tokens: list[int] = verdict.next_token.tolist()
-        drafts: list[int] = tree.num_nodes.tolist()
+        step = self._look_at(batch, tree)
+        out = self.target.run(batch.kv, step, request=self._watchers.request)
+        assert out.logits is not None
+        verdict, probs = self._judge.judge(batch, tree, out.logits, step.depths)
+        outcome = fetch_outcome(tree, verdict)  # the one wait for the device in a round
         verified = self.clock.read()
 
-        emitted: list[list[int]] = []
-        firsts = [row.is_fresh for row in live]
-        for row, count, draft, token in zip(live, counts, tokens, next_tokens, strict=True):
-            emitted.append(row.emit([*draft[:count], token], self._eos))
-            row.base += count + 1
-            row.anchor = token
-            row.rounds += 1
-        self._observe_path(batch, ids, verdict, out.features, counts)
+        firsts = [row.is_fresh for row in batch.live]
+        emitted = self._emit(batch, outcome)
+        if outcome.has_jumps:
+            batch.kv.compact(batch.slots, batch.base, verdict.path[:, : outcome.deepest])
+        show_path(self._watchers, batch, step.ids, verdict, outcome, out.features, is_resting)
+        batch.advance(verdict)
         committed = self.clock.read()
 
+        overlaps = list_overlaps(
+            tree, probs if self._wants_overlaps else None, rows=len(batch.live)
+        )
+        times = (drafted - began, verified - drafted, committed - verified)
+        self._note(batch, tree, outcome, firsts, committed - began)
         finished: list[Generation] = []
-        for i, row in enumerate(live):
+        for i, row in enumerate(batch.live):
+            count, num_drafted = outcome.counts[i], outcome.drafts[i]
             if firsts[i]:
                 row.first_token_at = committed
             else:
+                seen = tuple(overlaps[i][: min(count + 1, num_drafted)])
                 row.steps.append(
-                    StepRecord(
-                        num_drafted=drafts[i],
-                        num_accepted=counts[i],
-                        num_emitted=len(emitted[i]),
-                        overlaps=tuple(overlaps[i][: min(counts[i] + 1, drafts[i])]),
-                        draft_s=drafted - began,
-                        verify_s=verified - drafted,
-                        commit_s=committed - verified,
-                        batch_live=len(live),
-                    )
+                    StepRecord(num_drafted, count, len(emitted[i]), seen, *times, len(batch.live))
                 )
             if on_tokens is not None:
-                on_tokens(row.prompt_index, emitted[i], min(counts[i], len(emitted[i])))
+                on_tokens(row.prompt_index, emitted[i], min(count, len(emitted[i])))
             if row.finish is not None:
-                finished.append(row.as_generation(committed))
+                finished.append(row.as_generation(committed, is_lossy=self.is_lossy))
         if finished:
             self._retire(batch)
         return finished
 
-    def _draft(self, batch: "_Batch", rows: Int[Tensor, " R"], keys: list[int]) -> DraftTree:
-        live = batch.live
-        allowed = [row.may_draft for row in live]
-        depth = min(self.num_draft_tokens, max(allowed))
-        if self.drafter is None or depth == 0:
-            return chain_of_points(rows.new_zeros(len(live), 0))
-        draws = self._uniforms(live, keys, depth, Purpose.DRAFT)
-        tree = self.drafter.propose(batch.state, DraftBudget(rows, depth, self.sampling), draws)
-        num_nodes = torch.minimum(tree.num_nodes, self._ints(allowed))
-        # columns that count for no row are not worth the target's time
-        used = int(num_nodes.max())
-        return DraftTree(
-            tokens=tree.tokens[:, :used],
-            parents=tree.parents[:, :used],
-            num_nodes=num_nodes,
-            law_probs=tree.law_probs[:, :used],
-            law_ids=None if tree.law_ids is None else tree.law_ids[:, :used],
-        )
+    def _look_at(self, batch: Batch, tree: DraftTree | None) -> Step:
+        """Say what the target is to run: the anchors, and behind them the draft nodes."""
+        ids, depths, ancestors = batch.anchors, None, None
+        if tree is not None:
+            ids = torch.cat([ids, tree.tokens], dim=1)
+            if self.plan.shape is not None:
+                depths, ancestors = place_nodes(tree.parents)
+        live = max(row.base for row in batch.live) + ids.shape[1]
+        step = Step(batch.slots, ids, batch.base, live, depths, ancestors)
+        return step.within(self.target.spec.max_positions)
 
-    def _verify(
-        self, batch: "_Batch", tree: DraftTree, out: StepOutput, keys: list[int]
-    ) -> tuple[Verdict, list[list[float]]]:
-        logits = out.logits
-        assert logits is not None
-        live = batch.live
-        nothing: list[list[float]] = [[] for _ in live]
-        if self.sampling.is_greedy:
-            return verify_exact_match(tree, greedy_ids(logits)), nothing
-        probs = process(logits, self.sampling)
-        overlaps = compute_overlaps(tree, probs).tolist() if tree.tokens.shape[1] else nothing
-        if self.rule == "sampled_verify" or self.drafter is None:
-            # keyed by the position in the answer: the same numbers whether or not drafts are used
-            row = self._ints([keys[r.prompt_index] for r in live]).unsqueeze(1)
-            place = self._ints([len(r.output_ids) for r in live]).unsqueeze(1)
-            columns = torch.arange(probs.shape[1], device=probs.device)
-            draws = uniforms(self.settings.seed, row, place + columns, Purpose.SAMPLE)
-            return verify_exact_match(tree, draw(probs, draws)), overlaps
-        verdict = verify_speculative(
-            tree,
-            probs,
-            accept_uniforms=self._uniforms(live, keys, tree.tokens.shape[1], Purpose.ACCEPT),
-            next_uniforms=self._uniforms(live, keys, 1, Purpose.RESAMPLE).squeeze(1),
-        )
-        return verdict, overlaps
+    def _emit(self, batch: Batch, outcome: Outcome) -> list[list[int]]:
+        """Let accepted runs and next tokens into the answers; give what was kept of each."""
+        emitted = []
+        for row, count, run in zip(batch.live, outcome.counts, outcome.runs, strict=True):
+            emitted.append(row.emit(run, self._eos))
+            row.base += count + 1
+            row.anchor = run[-1]
+            row.rounds += 1
+            if batch.context is not None:
+                batch.context.extend(row.slot, emitted[-1])
+        return emitted
 
-    def _observe_path(
+    def _note(
         self,
-        batch: "_Batch",
-        ids: Int[Tensor, "R M"],
-        verdict: Verdict,
-        features: TargetFeatures,
-        counts: list[int],
+        batch: Batch,
+        tree: DraftTree | None,
+        outcome: Outcome,
+        firsts: list[bool],
+        seconds: float,
     ) -> None:
-        if self.drafter is None and self.listener is None:
+        """Tell the fallback what the round cost and gave."""
+        if self._fallback is None:
             return
-        # a chain's accepted path is its first columns, so no gather is needed
-        width = max(counts) + 1
-        partner = torch.cat([ids[:, 1:], ids[:, :1]], dim=1).scatter(
-            1, verdict.num_accepted.unsqueeze(1), verdict.next_token.unsqueeze(1)
-        )
-        taps, final = features.taps, features.final
-        cut = TargetFeatures(
-            None if taps is None else taps[:, :width],
-            None if final is None else final[:, :width],
-        )
-        rows = self._ints([row.slot for row in batch.live])
-        self._observe(
-            batch,
-            batch.live,
-            rows,
-            ids[:, :width],
-            verdict.num_accepted + 1,
-            partner[:, :width],
-            cut,
-        )
+        live = len(batch.live)
+        if tree is None:
+            self._fallback.note_plain(seconds=seconds, live=live)
+            return
+        gave = [
+            count + 1
+            for count, is_first in zip(outcome.counts, firsts, strict=True)
+            if not is_first
+        ]
+        self._fallback.note_drafted(seconds=seconds, live=live, tokens=sum(gave) / len(gave))
 
-    def _observe(
-        self,
-        batch: "_Batch",
-        live: list[Row],
-        rows: Int[Tensor, " R"],
-        ids: Int[Tensor, "R W"],
-        lengths: Int[Tensor, " R"],
-        next_ids: Int[Tensor, "R W"],
-        features: TargetFeatures,
-    ) -> None:
+    def _retire(self, batch: Batch) -> None:
+        self._watchers.catch_up(batch.state)
+        leaving = batch.leave()
         if self.drafter is not None:
-            part = _select(features, self._request, self._drafter_needs)
-            seen = Observation(rows, ids, lengths, next_ids, part.taps, part.final)
-            self.drafter.observe(batch.state, seen)
-        if self.listener is not None:
-            part = _select(features, self._request, self._listener_needs)
-            seen = Observation(rows, ids, lengths, next_ids, part.taps, part.final)
-            self.listener.observe([row.prompt_index for row in live], seen)
-
-    def _retire(self, batch: "_Batch") -> None:
-        leaving = [row.slot for row in batch.live if row.finish is not None]
-        batch.live = [row for row in batch.live if row.finish is None]
-        batch.free.extend(leaving)
-        batch.free.sort(reverse=True)
-        if self.drafter is not None:
-            self.drafter.close(batch.state, self._ints(leaving))
-
-    # ------------------------------------------------------------------ small things
-
-    def _step(self, rows: Int[Tensor, " R"], ids: Int[Tensor, "R T"], bases: list[int]) -> Step:
-        base = self._ints(bases)
-        last = max(bases) + ids.shape[1]
-        depths = None
-        if last > self.target.spec.max_positions:
-            # only dummies and drafts that cannot be emitted lie there; keep them inside the table
-            limit = (self.target.spec.max_positions - 1 - base).unsqueeze(1)
-            depths = torch.minimum(torch.arange(ids.shape[1], device=ids.device), limit)
-        return Step(rows=rows, ids=ids, base=base, live=last, depths=depths)
-
-    def _uniforms(
-        self, live: list[Row], keys: list[int], count: int, purpose: Purpose
-    ) -> Float[Tensor, "R N"]:
-        row = self._ints([keys[r.prompt_index] for r in live]).unsqueeze(1)
-        turn = self._ints([r.rounds for r in live]).unsqueeze(1)
-        columns = torch.arange(count, device=row.device)
-        if self.sampling.is_greedy:
-            return torch.zeros(len(live), count, dtype=torch.float64, device=row.device)
-        return uniforms(self.settings.seed, row, turn, columns, purpose)
-
-    def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.target.device)
-
-
-class _Batch:
-    """Buffers of a run, and who lives in which slot."""
-
-    def __init__(self, decoder: Decoder, *, slots: int, longest: int) -> None:
-        # the last round may write K drafts past the longest answer
-        capacity = longest + decoder.num_draft_tokens + 1
-        self.kv = decoder.target.open_kv(slots, capacity)
-        drafter = decoder.drafter
-        self.state = drafter.open(slots, capacity, self.kv) if drafter else None
-        self.live: list[Row] = []
-        self.free = list(reversed(range(slots)))
-
-
-def _choose_rule(settings: DecodeSettings) -> str:
-    greedy = settings.sampling.is_greedy
-    if settings.rule == "auto":
-        return "exact_match" if greedy else "speculative"
-    if greedy != (settings.rule == "exact_match"):
-        raise ConfigError(
-            f"decode.rule={settings.rule} at decode.temperature={settings.temperature}: "
-            "exact_match is for temperature 0, speculative and sampled_verify for more; "
-            "decode.rule=auto chooses"
-        )
-    return settings.rule
-
-
-def _choose_depth(settings: DecodeSettings, drafter: Drafter | None) -> int:
-    if drafter is None:
-        return 0
-    depth = settings.num_draft_tokens or drafter.settings.num_draft_tokens
-    if drafter.max_draft_tokens is not None and depth > drafter.max_draft_tokens:
-        raise ConfigError(
-            f"decode.num_draft_tokens={depth} is more than this {drafter.kind} drafter proposes; "
-            f"expected at most {drafter.max_draft_tokens}"
-        )
-    return depth
-
-
-def _prefill_groups(rows: list[Row], prefill_tokens: int) -> Iterator[list[Row]]:
-    """Group rows of like length, so that padding stays small, within the token budget."""
-    group: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.prompt_ids)):
-        if group and (len(group) + 1) * len(row.prompt_ids) > prefill_tokens:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-
-
-def _select(
-    features: TargetFeatures, given: FeatureRequest, wanted: FeatureRequest
-) -> TargetFeatures:
-    """Cut the union of two requests down to one of them."""
-    taps = features.taps
-    if not wanted.tap_layers:
-        taps = None
-    elif taps is not None and wanted.tap_layers != given.tap_layers:
-        index = [given.tap_layers.index(k) for k in wanted.tap_layers]
-        taps = taps[:, :, index]
-    return TargetFeatures(taps, features.final if wanted.wants_final else None)
+            self.drafter.close(batch.state, leaving)

@@ -6,6 +6,7 @@ prompts this way; and as the baseline that everyone has.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from draftlab.decoding.records import Generation, StepRecord
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.decoding.timing import DeviceClock
+from draftlab.errors import ConfigError
 from draftlab.randomness import derive_seed
 from draftlab.targets.target import Target
 
@@ -23,7 +25,18 @@ class TransformersDecoding:
     def __init__(
         self, target: Target, settings: DecodeSettings, *, prompt_lookup: int | None = None
     ) -> None:
-        """Choose the target, the sampling, and how many tokens prompt lookup copies, if any."""
+        """Choose the target, the sampling, and how many tokens prompt lookup copies, if any.
+
+        Raises:
+            ConfigError: penalties, biases, a least length or stop strings, which are not passed on.
+        """
+        law = settings.sampling
+        if law != replace(law.context_free, logit_bias=()) or settings.stop:
+            raise ConfigError(
+                "decoding through transformers alone takes temperature, top_k, top_p and min_p; "
+                f"penalties, biases, min_new_tokens and stop cannot take effect there, and got "
+                f"{law}, stop={settings.stop}"
+            )
         self._target = target
         self._settings = settings
         self._clock = DeviceClock(target.device)

@@ -1,8 +1,9 @@
 """A decoder layer of an EAGLE head: as a trained module, and as decoding runs it over its memory.
 
-Read EagleLayer, then decode_layer.
+Read EagleLayer, then decode_layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,22 +28,39 @@ class _Attention(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer; the first one reads embedding and hidden state side by side."""
+    """A decoder layer; the first one may read embedding and hidden state side by side."""
 
-    def __init__(self, sizes: LayerSizes, *, is_first: bool, norm_before_residual: bool) -> None:
+    def __init__(
+        self,
+        sizes: LayerSizes,
+        *,
+        is_first: bool,
+        norm_before_residual: bool = False,
+        norms_input: bool = True,
+    ) -> None:
+        """Make a layer.
+
+        Args:
+            sizes: like the target's.
+            is_first: reads [embedding, hidden], each through a norm of its own (EAGLE-3).
+            norm_before_residual: with `is_first`, the residual is the normed hidden state.
+            norms_input: False leaves out the norm before the attention (EAGLE-1's first layer).
+        """
         super().__init__()
         self.sizes = sizes
         self.norm_before_residual = norm_before_residual
         self.self_attn = _Attention(sizes, 2 * sizes.hidden if is_first else sizes.hidden)
         self.mlp = SwiGLU(sizes.hidden, sizes.intermediate)
-        self.input_layernorm = RMSNorm(sizes.hidden, sizes.eps)
+        self.input_layernorm = RMSNorm(sizes.hidden, sizes.eps) if norms_input else None
         self.hidden_norm = RMSNorm(sizes.hidden, sizes.eps) if is_first else None
         self.post_attention_layernorm = RMSNorm(sizes.hidden, sizes.eps)
 
     def read(
         self, embedded: Float[Tensor, "*N D"], hidden: Float[Tensor, "*N D"]
     ) -> tuple[Float[Tensor, "*N In"], Float[Tensor, "*N D"]]:
-        """Give the attention's input and the residual."""
+        """Give the attention's input and the residual; only `is_first` reads the embedding."""
+        if self.input_layernorm is None:
+            return hidden, hidden
         if self.hidden_norm is None:
             return self.input_layernorm(hidden), hidden
         normed = self.hidden_norm(hidden)
@@ -93,73 +111,122 @@ class LayerMatrices:
 
 
 @dataclass(frozen=True, slots=True)
+class Branches:
+    """Speculative positions of a tree: they lie past the committed ones, and see ancestors only.
+
+    Attributes:
+        base: committed positions of each row; tree slot e is slot base + e.
+        offset: tree slot of the first new column.
+        ancestors: True at tree slots a new column may look at, its own included.
+    """
+
+    base: Int[Tensor, " R"]
+    offset: int
+    ancestors: Bool[Tensor, "R W E"]
+
+    def visible(self, live: int) -> Bool[Tensor, "R W S"]:
+        """True where a new column may look at a slot; S = live."""
+        inside = torch.arange(live, device=self.base.device) - self.base.view(-1, 1, 1)
+        last = self.ancestors.shape[2] - 1
+        index = inside.clamp(0, last).expand(-1, self.ancestors.shape[1], -1)
+        return (inside < 0) | ((inside <= last) & self.ancestors.gather(2, index))
+
+
+@dataclass(frozen=True, slots=True)
 class NewPositions:
     """Where the new positions of a decoding pass go and what they may look at.
 
     Attributes:
-        rows: slots, unique.
-        positions: of every column, equal to its slot in memory.
-        last: the last column of each row that counts.
-        live: slots from 0 that any row may look at.
+        rows: slots of sequences, unique.
+        positions: of every column; equal to its slot in memory unless there are `branches`.
+        live: memory slots from 0 that any row may look at.
         is_prefix: True when `rows` is 0..R-1 in order.
         is_level: True when there is one column and it is at slot `live` - 1 in every row, so that
             no mask is needed.
+        last: the only column of each row whose output is wanted, the others being there for their
+            keys; None wants all.
+        branches: for the nodes of a tree; None is a chain.
     """
 
     rows: Int[Tensor, " R"]
     positions: Int[Tensor, "R W"]
-    last: Int[Tensor, " R"]
     live: int
     is_prefix: bool
     is_level: bool
+    last: Int[Tensor, " R"] | None = None
+    branches: Branches | None = None
 
-    def mask(self, groups: int, *, only_last: bool) -> Bool[Tensor, "R 1 GT S"] | None:
+    @property
+    def slots(self) -> Int[Tensor, "R W"]:
+        """Memory slot of every column."""
+        if self.branches is None:
+            return self.positions
+        columns = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return self.branches.base.unsqueeze(1) + self.branches.offset + columns
+
+    def mask(self, groups: int, last: Int[Tensor, " R"] | None) -> Bool[Tensor, "R 1 GT S"] | None:
         """True where a position may look, tiled for grouped heads."""
         if self.is_level:
             return None
-        own = self.positions
-        if only_last:
-            own = own.gather(1, self.last.unsqueeze(1))
+        if self.branches is not None:
+            return tile_mask(self.branches.visible(self.live), groups)
+        own = self.positions if last is None else self.positions.gather(1, last.unsqueeze(1))
         slots = torch.arange(self.live, device=own.device)
         return tile_mask(slots <= own.unsqueeze(2), groups)
 
 
-def decode_layer(
-    layer: EagleLayer,
-    matrices: LayerMatrices,
-    index: int,
-    inputs: tuple[Float[Tensor, "R W D"], Float[Tensor, "R W D"]],
+def decode_layers(
+    layers: Sequence[EagleLayer],
+    matrices: Sequence[LayerMatrices],
+    embedded: Float[Tensor, "R W D"],
+    hidden: Float[Tensor, "R W D"],
     where: NewPositions,
     kv: KVBuffers,
     angles: tuple[Float[Tensor, "R W Dr"], Float[Tensor, "R W Dr"]],
-    *,
-    only_last: bool,
 ) -> Float[Tensor, "R Wo D"]:
-    """Run new positions through one layer, writing their keys and values.
+    """Run new positions through all layers, writing their keys and values.
 
     Args:
-        layer: for its norms and sizes.
-        matrices: its projections as decoding uses them.
-        index: of the layer in `kv`.
-        inputs: embeddings and hidden states; see `EagleLayer.read`.
+        layers: for their norms and sizes.
+        matrices: their projections as decoding uses them.
+        embedded: see `EagleLayer.read`.
+        hidden: alike.
         where: the positions.
         kv: memory of all layers.
         angles: cos and signed sin of the positions.
-        only_last: True when nobody asks for the output of a position other than the last one that
-            counts; the others are there for their keys. Wo is 1 then, else W.
+
+    Returns:
+        The residual stream, at `where.last` only (Wo = 1) when given.
     """
+    for i, (layer, projections) in enumerate(zip(layers, matrices, strict=True)):
+        wanted = where.last if i == len(layers) - 1 and hidden.shape[1] > 1 else None
+        x, residual = layer.read(embedded, hidden)
+        hidden = _decode_layer(layer, projections, i, x, residual, where, kv, angles, wanted)
+    return hidden
+
+
+def _decode_layer(
+    layer: EagleLayer,
+    matrices: LayerMatrices,
+    index: int,
+    x: Tensor,
+    residual: Tensor,
+    where: NewPositions,
+    kv: KVBuffers,
+    angles: tuple[Tensor, Tensor],
+    last: Tensor | None,
+) -> Tensor:
     heads, kv_heads = layer.sizes.heads, layer.sizes.kv_heads
-    x, residual = layer.read(*inputs)
     projected = matrices.qkv(x).unflatten(-1, (-1, layer.sizes.head_dim))
     turned = rotate(projected[..., : heads + kv_heads, :], *angles).transpose(1, 2)
     queries, keys = turned.split([heads, kv_heads], dim=1)
     values = projected[..., heads + kv_heads :, :].transpose(1, 2)
-    kv.write(index, kv.flat_slots(where.rows, where.positions), keys, values)
-    if only_last:
+    kv.write(index, kv.flat_slots(where.rows, where.slots), keys, values)
+    if last is not None:
         row = torch.arange(x.shape[0], device=x.device)
-        queries = queries[row, :, where.last].unsqueeze(2)
-        residual = residual[row, where.last].unsqueeze(1)
-    mask = where.mask(heads // kv_heads, only_last=only_last)
+        queries = queries[row, :, last].unsqueeze(2)
+        residual = residual[row, last].unsqueeze(1)
+    mask = where.mask(heads // kv_heads, last)
     past = kv.read(index, where.rows, where.live, is_prefix=where.is_prefix)
     seen = attend(queries, *past, mask, scale=layer.sizes.head_dim**-0.5)
     residual = matrices.out.add_to(residual, seen.flatten(2))

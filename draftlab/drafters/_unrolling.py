@@ -1,14 +1,22 @@
 """What training a drafter on its own output needs, apart from the drafter.
 
-Read attend_unrolled: depths see the past by true features and themselves by their own.
+Read attend_unrolled: depths see the past by true features and themselves by their own. Then unroll.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from draftlab.data.batch import TokenBatch
+from draftlab.drafters._eagle_layer import EagleLayer
 from draftlab.shapes import Bool, Float, Int, Tensor
+
+Embed = Callable[[Tensor], Tensor]  # token ids to embeddings
+Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions to cos and signed sin
+Join = Callable[[Tensor, Tensor], Tensor]  # (embedding, feature) to what the first layer reads
+# the last layer's output to (what is judged, what the next depth reads as its feature)
+FeedBack = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def attend_unrolled(
@@ -73,6 +81,88 @@ class PickedRows:
         """Gather the picked positions."""
         index = self.index.view(*self.index.shape, *[1] * (x.dim() - 2))
         return x.gather(1, index.expand(*self.index.shape, *x.shape[2:]))
+
+
+def unroll(
+    layers: Sequence[EagleLayer],
+    batch: TokenBatch,
+    features: Float[Tensor, "B T D"],
+    rows: PickedRows,
+    *,
+    depths: int,
+    embed: Embed,
+    angles: Angles,
+    join: Join,
+    feed: FeedBack,
+) -> list[Float[Tensor, "B A D"]]:
+    """Run a head at every depth, each on what the one before fed back: as a draft does.
+
+    Row t at depth s stands at position t + s, with the embedding of token t + 1 + s.
+
+    Args:
+        layers: of the head.
+        batch: token rows.
+        features: of the target, which depth 0 reads.
+        rows: positions that some depth learns from; the others are there for their keys.
+        depths: K.
+        embed: see `Embed`.
+        angles: see `Angles`.
+        join: see `Join`.
+        feed: see `FeedBack`.
+
+    Returns:
+        What is judged, depth by depth, at the picked rows.
+    """
+    positions = rows.take(batch.positions)
+    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+    order = torch.arange(batch.input_ids.shape[1], device=positions.device)
+    mask = rows.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
+    mask &= order <= rows.index.unsqueeze(2)
+
+    embedded = embed(batch.shifted_ids(1))
+    hidden, past = _first_depth(
+        layers, batch, embedded, join(embedded, features), angles(batch.positions), mask, rows
+    )
+    judged, fed = feed(hidden)
+    states = [judged]
+    for depth in range(1, depths):
+        embedded = embed(rows.take(batch.shifted_ids(1 + depth)))
+        hidden, turn = join(embedded, fed), angles(positions + depth)
+        for layer, (keys, values), mine in zip(layers, past, own, strict=True):
+            x, residual = layer.read(embedded, hidden)
+            mine.append(layer.keys_values(x, *turn))
+            mixed = attend_unrolled(layer.queries(x, *turn), keys, values, mask, mine)
+            hidden = layer.finish(mixed, residual)
+        judged, fed = feed(hidden)
+        states.append(judged)
+    return states
+
+
+def _first_depth(
+    layers: Sequence[EagleLayer],
+    batch: TokenBatch,
+    embedded: Tensor,
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    mask: Tensor,
+    rows: PickedRows,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
+    past = []
+    full = None
+    for i, layer in enumerate(layers):
+        x, residual = layer.read(embedded, hidden)
+        keys, values = layer.keys_values(x, *angles)
+        past.append((keys, values))
+        if i == len(layers) - 1:
+            x, residual = rows.take(x), rows.take(residual)
+            queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
+            mixed = attend_unrolled(queries, keys, values, mask, [])
+        else:
+            full = segment_mask(batch) if full is None else full
+            mixed = attend_unrolled(layer.queries(x, *angles), keys, values, full, [])
+        hidden = layer.finish(mixed, residual)
+    return hidden, past
 
 
 def segment_mask(batch: TokenBatch) -> Bool[Tensor, "B T T"]:

@@ -23,7 +23,7 @@ from draftlab.data.batch import TokenBatch
 from draftlab.drafters.tree import DraftTree, DynamicTree, StaticTree
 from draftlab.errors import ConfigError, NotExportable
 from draftlab.randomness import Noise
-from draftlab.sampling import Sampling
+from draftlab.sampling import Sampling, SamplingRows
 from draftlab.settings.base import Settings
 from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
@@ -108,17 +108,18 @@ class DraftBudget:
     Attributes:
         rows: slots to propose for, unique; the tree's R rows follow this order.
         num_draft_tokens: K, depth of the chain (or tree).
-        sampling: how the target is sampled. A drafter that `draws` does so from its own law at
-            this temperature, and must report that law.
+        sampling: temperature and filters the target is sampled with, for all rows or one a row. A
+            drafter that `draws` does so from its own law at these temperatures, and must report
+            that law.
         points: propose the likeliest tokens, each law a point mass, though the target is sampled.
         tree: shape of the proposal; None is a chain. Only for drafters with `grows_trees`.
-        min_confidence: a drafter may stop a row's chain before a node whose `confidence` is below
-            this; the decoder cuts there in any case.
+        min_confidence: asks for `DraftTree.confidence`. A drafter may stop a row's chain before a
+            node below this; the decoder cuts there in any case. 0 cuts nothing.
     """
 
     rows: Int[Tensor, " R"]
     num_draft_tokens: int
-    sampling: Sampling
+    sampling: Sampling | SamplingRows
     points: bool = False
     tree: StaticTree | DynamicTree | None = None
     min_confidence: float | None = None

@@ -5,22 +5,32 @@ starts from any small model with the target's tokenizer, or from chosen layers o
 and learns the target's law at the same positions (forward KL by default, DistillSpec,
 arXiv:2310.08461). It runs over KV buffers of its own through the same door as targets do.
 
+For an encoder-decoder target the draft model is one as well, and stays as it was loaded: it encodes
+the prompt once, as the target does.
+
 Read `DraftModel.forward`, then `DraftModel.propose`.
 """
 
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt, model_validator
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from draftlab.data.batch import TokenBatch
+from draftlab.drafters._own_memory import CHUNK, FINAL, OwnMemory, Text
 from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import (
     DraftBudget,
@@ -32,14 +42,19 @@ from draftlab.drafters.base import (
 )
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
-from draftlab.errors import ConfigError, TargetMismatch, UnsupportedTarget
+from draftlab.errors import ConfigError, NotExportable, TargetMismatch, UnsupportedTarget
 from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
 from draftlab.randomness import Noise, derive_seed
-from draftlab.sampling import draw, greedy_ids, process
+from draftlab.sampling import GREEDY, SamplingRows, draw, greedy_ids, process
 from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.adapter import Door, HFDoor
 from draftlab.targets.cache import KVBuffers
+from draftlab.targets.encoder_decoder import (
+    EncoderDecoderKV,
+    EncoderDecoderTarget,
+    build_encoder_decoder,
+)
 from draftlab.targets.fast import FAMILIES, FastDoor, refuse_fast_door
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.gate import admit
@@ -48,11 +63,6 @@ from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step
 from draftlab.targets.target import segment_ancestors
 from draftlab.targets.view import TargetView
-
-# tokens a row catches up in one pass at most; buffers are this much longer than the sequences, so
-# that the padding columns of short rows have somewhere to go
-_CHUNK = 64
-_FINAL = FeatureRequest(wants_final=True)
 
 
 class DraftModelSettings(DrafterSettings):
@@ -99,49 +109,6 @@ class DraftModelSettings(DrafterSettings):
         return self
 
 
-@dataclass(slots=True)
-class _Text:
-    """One sequence as the draft model knows it.
-
-    Attributes:
-        ids: tokens, anchor included.
-        written: tokens whose keys and values lie in the buffers; drafts of the last round may
-            follow the true ones.
-        settled: of them, how many are known to be true.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-    settled: int = 0
-
-    def settle(self) -> None:
-        """Forget written tokens that turned out otherwise; the anchor is always run again."""
-        last = max(0, len(self.ids) - 1)
-        self.settled = min(self.settled, last)
-        while self.settled < min(last, len(self.written)):
-            if self.written[self.settled] != self.ids[self.settled]:
-                break
-            self.settled += 1
-        del self.written[self.settled :]
-
-
-@dataclass(slots=True)
-class DraftModelState:
-    """Sequences, their keys and values, and the weights laid out for decoding.
-
-    Attributes:
-        texts: by slot.
-        kv: the model's own.
-        door: the fastest way through the layers that serves this model.
-        head: final hidden states to logits.
-    """
-
-    texts: list[_Text]
-    kv: KVBuffers
-    door: Door
-    head: Callable[[Tensor], Tensor]
-
-
 class _PassingKeys(KVBuffers):
     """Keys and values of the pass in progress alone, gradients and all: training has no past."""
 
@@ -175,6 +142,14 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         self.settings = settings
         self.target = target
         self._objective = objective(settings.objective)
+        self._tables: dict[str, Tensor] = {}
+        self._encoder_decoder: EncoderDecoderTarget | None = None
+        if settings.model and target.config.get("is_encoder_decoder"):
+            self.model = _load(settings, target)
+            self._encoder_decoder = build_encoder_decoder(
+                self.model, target.tokenizer, name=settings.model, source="draft"
+            )
+            return
         self.model = _load(settings, target) if settings.model else _from_layers(settings, target)
         _choose_trainable(self.model, settings)
         self._door = HFDoor(self.model)
@@ -200,14 +175,20 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
     @property
     def needs(self) -> FeatureRequest:
         """Ask for the final hidden state: the target's law is computed from it in training."""
-        return _FINAL
+        return FINAL
 
     def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
         """Compare the model's law with the target's at the same positions, packed rows kept apart.
 
         Raises:
             UnsupportedTarget: a model that caps its logits can draft, but is not trained here.
+            ConfigError: an encoder-decoder model is not trained here either.
         """
+        if self._encoder_decoder is not None:
+            raise ConfigError(
+                f"draft model {self._encoder_decoder.spec.name} is an encoder-decoder model: "
+                "nothing to train, it drafts as it is"
+            )
         assert features.final is not None, "`needs` asks for the final hidden state"
         slots, length = batch.input_ids.shape
         step = Step(
@@ -218,7 +199,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             depths=batch.positions,
             ancestors=segment_ancestors(batch.segment_ids),
         )
-        final = self._door.forward(_PassingKeys(slots, length), step, _FINAL, False).features.final
+        final = self._door.forward(_PassingKeys(slots, length), step, FINAL, False).features.final
         assert final is not None
         b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
         hidden = final[b, s] * self._head_scale()
@@ -243,15 +224,17 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         )
 
     @torch.inference_mode()
-    def open(self, slots: int, capacity: int, kv: KVBuffers) -> DraftModelState:
+    def open(self, slots: int, capacity: int, kv: KVBuffers) -> OwnMemory:
         """Allocate the model's own keys and values, and lay its weights out as they are now."""
+        if self._encoder_decoder is not None:
+            return _open_encoder_decoder(self._encoder_decoder, slots, capacity, kv)
         weight = _weight_of(self._door.anatomy.embedding)
         own = KVBuffers(
             num_layers=len(self._door.anatomy.layers),
             num_kv_heads=self._kv_heads,
             head_dim=self._head_dim,
             slots=slots,
-            capacity=capacity + _CHUNK,
+            capacity=capacity + CHUNK,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -260,82 +243,94 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         if refuse_fast_door(self.model, self._view.config) is None:
             door = FastDoor(self.model, self._view.config, self._windows)
             head = fuse(_weight_of(self._door.anatomy.head))
-        return DraftModelState([_Text() for _ in range(slots)], own, door, head)
+        return OwnMemory(
+            [Text() for _ in range(slots)], own, door, head, self._view.spec.max_positions
+        )
 
     @torch.inference_mode()
-    def observe(self, state: DraftModelState, seen: Observation) -> None:
+    def observe(self, state: OwnMemory, seen: Observation) -> None:
         """Append tokens; long prompts are run at once, the last few wait for the next proposal."""
         # the one transfer of ids a round
         rows, lengths = seen.rows.tolist(), seen.lengths.tolist()
         ids, next_ids = seen.ids.tolist(), seen.next_ids.tolist()
+        if state.begin is not None:
+            new = [s for s, n in zip(rows, lengths, strict=True) if n and not state.texts[s].ids]
+            state.begin(new)
         for r, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             text = state.texts[row]
             if length and not text.ids:
                 text.ids.append(ids[r][0])
             text.ids.extend(next_ids[r][:length])
             text.settle()
-        self._catch_up(state, rows)
+        state.catch_up(rows)
 
     @torch.inference_mode()
     def propose(
-        self, state: DraftModelState, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
+        self, state: OwnMemory, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
     ) -> DraftTree:
-        """Draft K tokens one after another; rows past the model's own length draft nothing."""
+        """Draft K tokens one after another; rows past the model's own length draft nothing.
+
+        With `min_confidence` every node tells the model's largest probability at its place, known
+        before the token is drawn; drafting ends when no row is that sure.
+        """
         depth, rows = budget.num_draft_tokens, budget.rows.tolist()
-        device = budget.rows.device
+        device, count = budget.rows.device, len(rows)
         known, width = self.target.spec.num_token_ids, self.target.spec.vocab_size
-        able = [i for i, row in enumerate(rows) if self._has_room(state.texts[row], depth)]
+        able = [i for i, row in enumerate(rows) if state.texts[row].has_room(depth, state.longest)]
         index = torch.tensor(able, dtype=torch.int64, device=device)
-        tokens = torch.zeros(len(rows), depth, dtype=torch.int64, device=device)
+        sampling = budget.sampling
+        if isinstance(sampling, SamplingRows):
+            sampling = sampling.select(able) if able else GREEDY
         laws: list[Tensor] = []
-        if able:
-            slots = [rows[i] for i in able]
-            texts = [state.texts[slot] for slot in slots]
-            for text in texts:
-                text.settle()
-            hidden = self._feed(state, slots, [text.ids[len(text.written) :] for text in texts])
-            base = torch.tensor([len(text.ids) for text in texts], device=device)
-            longest = max(len(text.ids) for text in texts)
-            for k in range(depth):
-                logits = state.head(hidden)[:, :known]
-                if not budget.draws:
-                    chosen = greedy_ids(logits)
-                else:
-                    laws.append(process(logits, budget.sampling))
-                    chosen = draw(laws[-1], uniforms[index, k])
-                tokens[index, k] = chosen
-                if k + 1 < depth:
-                    step = Step(
-                        rows=budget.rows[index],
-                        ids=chosen.unsqueeze(1),
-                        base=base + k,
-                        live=longest + k + 1,
-                    )
-                    hidden = _run(state, step)[:, 0]
-            for text, drafts in zip(texts, tokens[index].tolist(), strict=True):
-                text.written.extend(drafts[:-1])
-        num_nodes = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        num_nodes[index] = depth
+        sure: list[Tensor] = []
+        goes_on = torch.ones_like(index, dtype=torch.bool)
+
+        def choose(hidden: Tensor, k: int) -> Tensor | None:
+            nonlocal goes_on
+            logits = state.head(hidden)[:, :known]
+            law = process(logits, sampling) if budget.draws else None
+            if budget.min_confidence is not None:
+                told = (logits.float().softmax(-1) if law is None else law).amax(-1)
+                goes_on = goes_on & (told >= budget.min_confidence)
+                if k > 0 and not bool(goes_on.any()):
+                    return None
+                sure.append(told)
+            if law is None:
+                return greedy_ids(logits)
+            laws.append(law)
+            return draw(law, uniforms[index, k])
+
+        found = state.draft([rows[i] for i in able], depth, choose) if able else None
+        length = depth if found is None else found.shape[1]
+        tokens = torch.zeros(count, length, dtype=torch.int64, device=device)
+        confidence = torch.zeros(count, length, device=device) if sure else None
+        if found is not None:
+            tokens[index] = found
+        if confidence is not None:
+            confidence[index] = torch.stack(sure, dim=1).to(confidence.dtype)
+        num_nodes = torch.zeros(count, dtype=torch.int64, device=device)
+        num_nodes[index] = length
         if not budget.draws:
-            return chain_of_points(tokens, num_nodes)
+            return replace(chain_of_points(tokens, num_nodes), confidence=confidence)
         law = torch.zeros(
-            len(rows), depth, width, dtype=laws[0].dtype if laws else torch.float32, device=device
+            count, length, width, dtype=laws[0].dtype if laws else torch.float32, device=device
         )
         law[..., 0] = 1.0  # a law of some kind for rows that draft nothing
         if laws:
             law[index, :, :known] = torch.stack(laws, dim=1)
         return DraftTree(
             tokens=tokens,
-            parents=chain_parents(len(rows), depth, device),
+            parents=chain_parents(count, length, device),
             num_nodes=num_nodes,
             law_probs=law,
             law_ids=None,
+            confidence=confidence,
         )
 
-    def close(self, state: DraftModelState, rows: Int[Tensor, " R"]) -> None:
+    def close(self, state: OwnMemory, rows: Int[Tensor, " R"]) -> None:
         """Forget these rows; their keys and values are overwritten by the next sequence."""
         for row in rows.tolist():
-            state.texts[row] = _Text()
+            state.texts[row] = Text()
 
     def serving_weights(self) -> ServingWeights:
         """Give the whole model, adapters merged; engines run it as a draft model."""
@@ -345,7 +340,16 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         )
 
     def merged_model(self) -> PreTrainedModel:
-        """Build a plain transformers model with the trained weights, adapters merged into them."""
+        """Build a plain transformers model with the trained weights, adapters merged into them.
+
+        Raises:
+            NotExportable: an encoder-decoder model, which stays as it was loaded.
+        """
+        if self._encoder_decoder is not None:
+            raise NotExportable(
+                f"draft model {self._encoder_decoder.spec.name} is an encoder-decoder model, "
+                "used as it is; give the engine its folder or hub name instead"
+            )
         from peft.tuners.lora import Linear as LoraLinear
 
         state: dict[str, Tensor] = {}
@@ -382,45 +386,6 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             shutil.rmtree(path)
         os.replace(part, path)
 
-    def _has_room(self, text: _Text, depth: int) -> bool:
-        return bool(text.ids) and len(text.ids) + depth - 1 <= self._view.spec.max_positions
-
-    def _catch_up(self, state: DraftModelState, slots: list[int]) -> None:
-        """Run what is known until at most a chunk of every row is left, the anchor included."""
-        while True:
-            behind = [
-                slot
-                for slot in slots
-                if len(state.texts[slot].ids) - len(state.texts[slot].written) > _CHUNK
-                and self._has_room(state.texts[slot], 1)
-            ]
-            if not behind:
-                return
-            texts = [state.texts[slot] for slot in behind]
-            pieces = [t.ids[len(t.written) : len(t.written) + _CHUNK] for t in texts]
-            self._feed(state, behind, pieces)
-
-    def _feed(
-        self, state: DraftModelState, slots: list[int], pieces: list[list[int]]
-    ) -> Float[Tensor, "R D"]:
-        """Run the next tokens of some rows; give the final hidden state of each row's last one."""
-        device = state.kv.data.device
-        width = max(len(piece) for piece in pieces)
-        bases = [len(state.texts[slot].written) for slot in slots]
-        step = Step(
-            rows=torch.tensor(slots, device=device),
-            ids=torch.tensor([p + [0] * (width - len(p)) for p in pieces], device=device),
-            base=torch.tensor(bases, device=device),
-            live=max(bases) + width,
-        )
-        final = _run(state, step)
-        for slot, piece in zip(slots, pieces, strict=True):
-            text = state.texts[slot]
-            text.written.extend(piece)
-            text.settled = len(text.written)
-        last = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
-        return final[torch.arange(len(slots), device=device), last]
-
     def _head_scale(self) -> float:
         """What the head multiplies logits with, to be applied to hidden states instead."""
         config = self._view.config
@@ -433,24 +398,35 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         return (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
 
 
-def _run(state: DraftModelState, step: Step) -> Float[Tensor, "R T D"]:
-    final = state.door.forward(state.kv, step, _FINAL, False).features.final
-    assert final is not None
-    return final
+def _open_encoder_decoder(
+    model: EncoderDecoderTarget, slots: int, capacity: int, target_kv: KVBuffers
+) -> OwnMemory:
+    """Make memory that encodes a prompt when a sequence begins, as it stands in the target's."""
+    assert isinstance(target_kv, EncoderDecoderKV), "the target has an encoder, and its own memory"
+    own = model.open_kv(slots, capacity + CHUNK)
+
+    def begin(new: list[int]) -> None:
+        model.encode(own, new, [target_kv.prompts[slot] for slot in new])
+
+    texts = [Text() for _ in range(slots)]
+    return OwnMemory(texts, own, model.door, model.view.head, model.spec.max_positions, begin)
 
 
 def _load(settings: DraftModelSettings, target: TargetView) -> PreTrainedModel:
     """Load a model by folder or hub name and check that it speaks the target's ids."""
     name = str(settings.model)
     revision = settings.revision or "main"
+    kind, what = AutoModelForCausalLM, "causal"
+    if target.config.get("is_encoder_decoder"):
+        kind, what = AutoModelForSeq2SeqLM, "sequence-to-sequence"
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32)
+        model = kind.from_pretrained(name, revision=revision, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"cannot load draft model {name!r}: {first}; expected a folder or hub name of a causal "
-            "language model with its tokenizer"
+            f"cannot load draft model {name!r}: {first}; expected a folder or hub name of a "
+            f"{what} language model with its tokenizer"
         ) from None
     theirs = tokenizer.get_vocab()
     other = [t for t, i in target.tokenizer.get_vocab().items() if theirs.get(t) != i]

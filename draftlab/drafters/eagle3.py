@@ -11,15 +11,23 @@ rule: a prediction counts when the token *predicted* is learned (case O-06): row
 when token t + 2 + s is.
 """
 
-from dataclasses import dataclass
-
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from torch import nn
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._eagle_layer import EagleLayer, LayerMatrices, NewPositions, decode_layer
-from draftlab.drafters._unrolling import PickedRows, attend_unrolled, segment_mask, sequence_sums
+from draftlab.drafters._depth_scores import Predictions, score
+from draftlab.drafters._eagle_layer import EagleLayer, NewPositions, decode_layers
+from draftlab.drafters._eagle_memory import (
+    HeadMemory,
+    close,
+    observe,
+    open_memory,
+    propose_chain,
+    propose_tree,
+)
+from draftlab.drafters._frozen_head import FrozenHead
+from draftlab.drafters._unrolling import PickedRows, unroll
 from draftlab.drafters._warm_start import final_norm_weight, start_layers
 from draftlab.drafters.base import (
     DraftBudget,
@@ -30,14 +38,12 @@ from draftlab.drafters.base import (
     ServingWeights,
 )
 from draftlab.drafters.layers import LayerSizes, RMSNorm, Rope, fuse, rope_of, signed_sin
-from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
-from draftlab.drafters.vocab import DraftVocab, judged_rows, kept_target_head
+from draftlab.drafters.tree import DraftTree
+from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
-from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
-from draftlab.sampling import Sampling, draw, greedy_ids, process
-from draftlab.shapes import Bool, Float, Int, Tensor
+from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.packing import PackedLinear
@@ -92,46 +98,11 @@ class Eagle3Settings(DraftVocabSettings):
         return self
 
 
-@dataclass(slots=True)
-class Eagle3State:
-    """Sequences being drafted for. `committed` mirrors `lengths` on the host.
-
-    Attributes:
-        kv: keys and values by true taps, slot = position; one slot more than `capacity`, where
-            writes that count for nothing go.
-        capacity: longest sequence, tokens.
-        lengths: positions observed, per slot.
-        committed: the same numbers as Python integers.
-        hidden: what the head feeds back after the last observed position, per slot.
-        logits: over the draft vocabulary, for the first draft token, per slot.
-        ids: target id of every column of `logits`.
-        cos: rotary table by position.
-        sin: rotary table by position, through `signed_sin`.
-        layers: matrices, one entry a layer.
-        fc: joins the taps.
-        head: the LM head.
-    """
-
-    kv: KVBuffers
-    capacity: int
-    lengths: Int[Tensor, " slots"]
-    committed: list[int]
-    hidden: Float[Tensor, "slots D"]
-    logits: Float[Tensor, "slots C"]
-    ids: Int[Tensor, " C"]
-    cos: Tensor
-    sin: Tensor
-    layers: list[LayerMatrices]
-    fc: PackedLinear
-    head: PackedLinear
-
-
 class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
     """Autoregressive head on fused low, middle and high features of the target."""
 
-    vocab_ids: Tensor | None
     lm_head: Tensor
-    kept_head: Tensor | None
+    grows_trees = True
 
     def __init__(
         self, settings: Eagle3Settings, target: TargetView, vocab: DraftVocab | None = None
@@ -172,15 +143,11 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         if settings.init_from_layer is not None:
             self._start_from_target(settings.init_from_layer)
 
-        ids = None if vocab is None else vocab.ids.to(target.device)
-        self.register_buffer("vocab_ids", ids, persistent=False)
-        rows = target.head_rows(ids)
-        # a plain attribute: the target's weights are never saved, nor moved to another dtype
-        self.kept_head = kept_target_head(target, vocab)
+        self._target_head = head = FrozenHead.of(target, vocab)
         if settings.train_head:
-            self.lm_head = nn.Parameter(rows.to(self.fc.weight.dtype, copy=True))
+            self.lm_head = nn.Parameter(head.rows.to(self.fc.weight.dtype, copy=True))
         else:
-            self.register_buffer("lm_head", rows, persistent=False)
+            self.register_buffer("lm_head", head.rows, persistent=False)
 
     @torch.no_grad()
     def _start_from_target(self, layer: int) -> None:
@@ -209,8 +176,33 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         steps = self._choices.unroll_steps
         masks = torch.stack([batch.shifted_mask(s + 2) for s in range(steps)])
         rows = PickedRows.pick(masks.any(0))
-        states = self._unroll(batch, self._join(self._noisy(features.taps, batch, noise)), rows)
-        return self._compare(batch, features.final, masks, rows, states)
+        states = unroll(
+            self._layers(),
+            batch,
+            self._join(self._noisy(features.taps, batch, noise)),
+            rows,
+            depths=steps,
+            embed=self._embed,
+            angles=self._angles,
+            join=lambda _, hidden: hidden,
+            feed=self._feed_back,
+        )
+        predictions = Predictions.arrange(
+            batch,
+            masks,
+            lead=2,
+            step_decay=self._choices.step_decay,
+            dtype=torch.promote_types(self.fc.weight.dtype, torch.float32),
+        )
+        return score(
+            objective(self._choices.objective),
+            predictions,
+            predictions.take(states, rows.place),
+            self._target_head,
+            self.lm_head,
+            batch,
+            features.final,
+        )
 
     def _noisy(self, taps: Tensor, batch: TokenBatch, noise: Noise) -> Tensor:
         if not self.training or self._choices.tap_noise == 0:
@@ -239,91 +231,10 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         cos, sin = self.rope(positions)
         return cos, signed_sin(sin)
 
-    def _unroll(self, batch: TokenBatch, hidden: Tensor, rows: PickedRows) -> list[Tensor]:
-        """Give the normed output [B A D] of every depth, at the picked rows."""
-        mask = rows.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
-        order = torch.arange(batch.input_ids.shape[1], device=mask.device)
-        mask &= order <= rows.index.unsqueeze(2)
-        positions = rows.take(batch.positions)
-        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
-
-        embedded = self._embed(batch.shifted_ids(1))
-        hidden, past = self._first_depth(batch, embedded, hidden, mask, rows)
-        states = []
-        for depth in range(self._choices.unroll_steps):
-            if depth > 0:
-                embedded = self._embed(rows.take(batch.shifted_ids(1 + depth)))
-                angles = self._angles(positions + depth)
-                for layer, (keys, values), mine in zip(self._layers(), past, own, strict=True):
-                    x, residual = layer.read(embedded, hidden)
-                    mine.append(layer.keys_values(x, *angles))
-                    queries = layer.queries(x, *angles)
-                    mixed = attend_unrolled(queries, keys, values, mask, mine)
-                    hidden = layer.finish(mixed, residual)
-            normed = self.norm(hidden)
-            states.append(normed)
-            hidden = normed if self._choices.norm_output else hidden
-        return states
-
-    def _first_depth(
-        self, batch: TokenBatch, embedded: Tensor, hidden: Tensor, mask: Tensor, rows: PickedRows
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
-        angles = self._angles(batch.positions)
-        past = []
-        full = None
-        for i, layer in enumerate(self._layers()):
-            x, residual = layer.read(embedded, hidden)
-            keys, values = layer.keys_values(x, *angles)
-            past.append((keys, values))
-            if i == len(self.layers) - 1:
-                x, residual = rows.take(x), rows.take(residual)
-                queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
-                mixed = attend_unrolled(queries, keys, values, mask, [])
-            else:
-                full = segment_mask(batch) if full is None else full
-                mixed = attend_unrolled(layer.queries(x, *angles), keys, values, full, [])
-            hidden = layer.finish(mixed, residual)
-        return hidden, past
-
-    def _compare(
-        self,
-        batch: TokenBatch,
-        final: Tensor,
-        masks: Bool[Tensor, "K B T"],
-        rows: PickedRows,
-        states: list[Tensor],
-    ) -> DraftLoss:
-        """Meet the target's law: it judges token u + 1 at u; depth s predicts that at u - 1 - s."""
-        b, t = masks[0].nonzero(as_tuple=True)
-        u = t + 1
-        depths = torch.arange(masks.shape[0], device=u.device).unsqueeze(1)
-        source = u - 1 - depths  # [K N]: the row that predicts it at each depth
-        counts = (source >= 0) & masks[depths, b, source.clamp_min(0)]
-        place = rows.place[b, source.clamp_min(0)].clamp_min(0) + b * states[0].shape[1]
-        hidden = torch.stack(
-            [
-                state.flatten(0, 1).index_select(0, where)
-                for state, where in zip(states, place, strict=True)
-            ]
-        )
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weights = counts.to(wide) * self._choices.step_decay ** depths.to(wide)
-        scores = chunked_scores(
-            objective(self._choices.objective),
-            hidden,
-            [self.lm_head],
-            target_final=final[b, u],
-            target_head=self.target.head,
-            labels=batch.input_ids[b, u + 1],
-            weights=weights / sequence_sums(batch.segment_ids, b, u, weights.sum(0)),
-            vocab_ids=self.vocab_ids,
-            kept_head=self.kept_head,
-            judged=judged_rows(batch.positions[b, u]),
-        )
-        return DraftLoss(
-            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
-        )
+    def _feed_back(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Give what the LM head reads, and what the next depth reads in a tap's place."""
+        normed = self.norm(hidden)
+        return normed, normed if self._choices.norm_output else hidden
 
     def _layers(self) -> list[EagleLayer]:
         return [layer for layer in self.layers if isinstance(layer, EagleLayer)]
@@ -331,142 +242,48 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
     # ---------------------------------------------------------------- decoding
 
     @torch.inference_mode()
-    def open(self, slots: int, capacity: int, kv: KVBuffers) -> Eagle3State:
+    def open(self, slots: int, capacity: int, kv: KVBuffers) -> HeadMemory:
         """Make buffers, rotary tables and fused matrices."""
         del kv
-        dtype, device = self.fc.weight.dtype, self.fc.weight.device
-        sizes = self.sizes
-        num_ids = self.target.spec.num_token_ids
-        ids = self.vocab_ids if self.vocab_ids is not None else torch.arange(num_ids, device=device)
-        cos, sin = self._angles(torch.arange(capacity + 1, device=device))
-        return Eagle3State(
-            kv=KVBuffers(
-                num_layers=len(self.layers),
-                num_kv_heads=sizes.kv_heads,
-                head_dim=sizes.head_dim,
-                slots=slots,
-                capacity=capacity + 1,
-                dtype=dtype,
-                device=device,
-            ),
+        weight, ids = self.fc.weight, self._target_head.support()
+        return open_memory(
+            self._layers(),
+            slots=slots,
             capacity=capacity,
-            lengths=torch.zeros(slots, dtype=torch.int64, device=device),
-            committed=[0] * slots,
-            hidden=torch.zeros(slots, sizes.hidden, dtype=dtype, device=device),
-            logits=torch.zeros(slots, ids.shape[0], dtype=dtype, device=device),
+            angles=self._angles(torch.arange(capacity + 1, device=weight.device)),
             ids=ids,
-            cos=cos.to(dtype),
-            sin=sin.to(dtype),
-            layers=[LayerMatrices.of(layer) for layer in self._layers()],
-            fc=fuse(self.fc.weight),
-            head=fuse(self.lm_head[: ids.shape[0]].to(dtype)),  # padding rows come last
+            fc=fuse(weight),
+            head=fuse(self.lm_head[: ids.shape[0]].to(weight.dtype)),  # padding rows come last
         )
 
     @torch.inference_mode()
-    def observe(self, state: Eagle3State, seen: Observation) -> None:
+    def observe(self, state: HeadMemory, seen: Observation) -> None:
         """Write keys and values by true taps; keep the last position's output for `propose`."""
         assert seen.taps is not None
-        slots = seen.rows.tolist()
-        counts = seen.lengths.tolist()
-        if max(counts, default=0) == 0:
-            return
-        base = state.lengths[seen.rows]
-        columns = torch.arange(seen.ids.shape[1], device=base.device)
-        last = (seen.lengths - 1).clamp_min(0)
-        for slot, count in zip(slots, counts, strict=True):
-            state.committed[slot] += count
-        where = NewPositions(
-            rows=seen.rows,
-            positions=(base.unsqueeze(1) + columns).clamp_max(state.capacity),
-            live=max(state.committed[slot] for slot in slots),
-            is_prefix=slots == list(range(len(slots))),
-            is_level=False,
-            last=last,
-        )
-        fused = self._join(seen.taps, state.fc)
-        hidden = self._advance(state, where, self._embed(seen.next_ids), fused)
-        normed = self.norm(hidden)
-        fed = normed if self._choices.norm_output else hidden
-        has_new = (seen.lengths > 0).unsqueeze(1)
-        state.hidden[seen.rows] = torch.where(has_new, fed, state.hidden[seen.rows])
-        state.logits[seen.rows] = torch.where(has_new, state.head(normed), state.logits[seen.rows])
-        state.lengths[seen.rows] = base + seen.lengths
+        observe(state, seen, self._join(seen.taps, state.fc), self._feed)
 
     @torch.inference_mode()
     def propose(
-        self, state: Eagle3State, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
+        self, state: HeadMemory, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
     ) -> DraftTree:
-        """Draft a chain: the first token from what was observed, the others from own states.
-
-        Own keys and values go past a row's length, where the next `observe` overwrites them.
-        """
-        rows, depth = budget.rows, budget.num_draft_tokens
-        slots = rows.tolist()
-        lengths = state.lengths[rows]
-        known = [state.committed[slot] for slot in slots]
-        is_prefix, is_level = slots == list(range(len(slots))), len(set(known)) == 1
-        hidden, logits = state.hidden[rows], state.logits[rows]
-        law = Sampling(budget.sampling.temperature) if budget.draws else None
-        first = torch.zeros_like(rows)
-        tokens, laws = [], []
-        for k in range(depth):
-            if k > 0:
-                where = NewPositions(
-                    rows=rows,
-                    positions=(lengths + (k - 1)).clamp_max(state.capacity).unsqueeze(1),
-                    live=min(max(known) + k, state.capacity + 1),
-                    is_prefix=is_prefix,
-                    is_level=is_level,
-                    last=first,
-                )
-                embedded = self._embed(tokens[-1].unsqueeze(1))
-                hidden = self._advance(state, where, embedded, hidden.unsqueeze(1))
-                normed = self.norm(hidden)
-                hidden = normed if self._choices.norm_output else hidden
-                logits = state.head(normed)
-            if law is None:
-                columns = greedy_ids(logits)
-            else:
-                laws.append(process(logits, law))
-                columns = draw(laws[-1], uniforms[:, k])
-            tokens.append(state.ids[columns])
-        room = (state.capacity - 1 - lengths).clamp(0, depth)
-        num_nodes = torch.where(lengths > 0, room, 0)
-        chain = torch.stack(tokens, dim=1)
-        if law is None:
-            return chain_of_points(chain, num_nodes)
-        return DraftTree(
-            tokens=chain,
-            parents=chain_parents(len(slots), depth, chain.device),
-            num_nodes=num_nodes,
-            law_probs=torch.stack(laws, dim=1),
-            law_ids=state.ids.expand(len(slots), depth, -1),
-        )
+        """Draft a chain, or the tree that the budget asks for."""
+        draft = propose_chain if budget.tree is None else propose_tree
+        return draft(state, budget, uniforms, self._feed)
 
     @torch.inference_mode()
-    def close(self, state: Eagle3State, rows: Int[Tensor, " R"]) -> None:
-        """Forget these sequences; what lies in their buffers is past their length."""
-        state.lengths[rows] = 0
-        for slot in rows.tolist():
-            state.committed[slot] = 0
+    def close(self, state: HeadMemory, rows: Int[Tensor, " R"]) -> None:
+        """Forget these sequences."""
+        close(state, rows)
 
-    def _advance(
-        self, state: Eagle3State, where: NewPositions, embedded: Tensor, hidden: Tensor
-    ) -> Float[Tensor, "R D"]:
-        """Run new positions [R W] through the layers; give the residual stream of one a row."""
+    def _feed(
+        self, state: HeadMemory, where: NewPositions, ids: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         angles = state.cos[where.positions], state.sin[where.positions]
-        for i, (layer, matrices) in enumerate(zip(self._layers(), state.layers, strict=True)):
-            hidden = decode_layer(
-                layer,
-                matrices,
-                i,
-                (embedded, hidden),
-                where,
-                state.kv,
-                angles,
-                only_last=i == len(state.layers) - 1 and where.positions.shape[1] > 1,
-            )
-        return hidden[:, 0]
+        out = decode_layers(
+            self._layers(), state.layers, self._embed(ids), hidden, where, state.kv, angles
+        )
+        normed, fed = self._feed_back(out)
+        return fed, state.head(normed)
 
     # ---------------------------------------------------------------- serving
 

@@ -2,11 +2,14 @@
 
 In: the final hidden state h_t of the last processed position. Out: head k (0-based) predicts token
 t + 2 + k; token t + 1 is the anchor and known already. All heads read the same h_t, so their draft
-tokens are independent of each other given it. No KV, no further forward passes.
+tokens are independent of each other given it. No KV, no further forward passes: a tree costs what a
+chain does. Which tree is best follows from how often each head is right with each of its choices;
+`measure_ranks` counts that, and `best_tree` chooses (section 2.3.3).
 
-Read `_Head` first, then `Medusa.forward`.
+Read `Medusa.forward` first, then `propose`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
+from draftlab.drafters._growth import best_static_tree, grow, num_levels, temperature_of
 from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import (
     DraftBudget,
@@ -26,18 +30,21 @@ from draftlab.drafters.base import (
     ServingWeights,
 )
 from draftlab.drafters.layers import fuse
-from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
+from draftlab.drafters.tree import DraftTree, StaticTree, chain_parents
 from draftlab.drafters.vocab import DraftVocab, judged_rows, kept_target_head
 from draftlab.errors import ConfigError
 from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
-from draftlab.sampling import draw, greedy_ids, process
+from draftlab.sampling import Sampling, SamplingRows, draw, greedy_ids, process
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
+
+_RANKS = 10  # choices of a head that are counted, as published trees have
+_COUNTED_AT_ONCE = 256
 
 
 class MedusaSettings(DraftVocabSettings):
@@ -111,7 +118,9 @@ class ResidualBlocks(nn.Module):
 class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
     """K residual heads that read the target's final hidden state."""
 
-    # a plain attribute: the target's weights are never parameters, never saved
+    grows_trees = True
+    rank_hits: Tensor
+    # plain attributes: the target's weights are never parameters, never saved
     _tied_rows: Tensor | None
     _kept_head: Tensor | None
 
@@ -141,6 +150,10 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
             down, up = _best_of_rank(rows, settings.head_rank)
             self.downs.extend(_linear(down) for _ in range(count))
             self.lm_heads.extend(_linear(up) for _ in range(count))
+
+        # whole numbers, so that no change of dtype touches them; the last column counts all trials
+        hits = torch.zeros(count, _RANKS + 1, dtype=torch.int64, device=target.device)
+        self.register_buffer("rank_hits", hits)
 
     @property
     def needs(self) -> FeatureRequest:
@@ -207,28 +220,103 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         self, state: MedusaState, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
     ) -> DraftTree:
         """Let every head speak once; each is independent of the others given the hidden state."""
-        depth = budget.num_draft_tokens
+        depth = budget.num_draft_tokens if budget.tree is None else num_levels(budget.tree)
         if depth > self._choices.num_heads:
+            what = "num_draft_tokens" if budget.tree is None else "depth of the tree"
             raise ConfigError(
-                f"num_draft_tokens={depth} is more than this Medusa drafter's "
+                f"{what}={depth} is more than this Medusa drafter's "
                 f"num_heads={self._choices.num_heads}; ask for at most that many"
             )
         logits = self._logits(state, budget.rows, depth)
-        num_nodes = torch.where(state.is_seen[budget.rows], depth, 0)
-        ids = self._vocab_ids
-        if not budget.draws:
+        is_live = state.is_seen[budget.rows]
+        if budget.tree is None:
+            return self._chain(logits, is_live, budget, uniforms)
+        later = iter(logits.unbind(1)[1:])
+        return grow(
+            budget,
+            logits[:, 0],
+            lambda columns, parents: next(later).unsqueeze(1),  # a head says the same to all nodes
+            uniforms,
+            law=self._law(budget),
+            ids=self._vocab_ids,
+            is_live=is_live,
+        )
+
+    def _chain(
+        self, logits: Tensor, is_live: Tensor, budget: DraftBudget, uniforms: Tensor
+    ) -> DraftTree:
+        rows, depth, _ = logits.shape
+        ids, confidence = self._vocab_ids, None
+        if budget.min_confidence is not None:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            confidence = (wide / temperature_of(budget.sampling)).softmax(-1).max(-1).values
+        if budget.draws:
+            probs = process(logits, self._law(budget))
+            columns = draw(probs, uniforms)
+            support = None if ids is None else ids.expand(rows, depth, -1)
+        else:
             columns = greedy_ids(logits)
-            return chain_of_points(columns if ids is None else ids[columns], num_nodes)
-        probs = process(logits, budget.sampling)
-        columns = draw(probs, uniforms)
-        rows = budget.rows.shape[0]
+            probs = torch.ones(rows, depth, 1, device=logits.device)
+            support = (columns if ids is None else ids[columns]).unsqueeze(-1)
         return DraftTree(
             tokens=columns if ids is None else ids[columns],
             parents=chain_parents(rows, depth, columns.device),
-            num_nodes=num_nodes,
+            num_nodes=torch.where(is_live, depth, 0),
             law_probs=probs,
-            law_ids=None if ids is None else ids.expand(rows, depth, -1),
+            law_ids=support,
+            confidence=confidence,
         )
+
+    def _law(self, budget: DraftBudget) -> Sampling | SamplingRows:
+        """Draw as the target does where columns are target ids; else by the temperature alone."""
+        sampling = budget.sampling
+        return sampling.context_free if self._vocab_ids is None else sampling.drafting
+
+    @torch.no_grad()
+    def measure_ranks(self, batches: Iterable[tuple[TokenBatch, TargetFeatures]]) -> None:
+        """Count, over answers not trained on, which choice of each head was the target's own.
+
+        Replaces what was counted before; the counts are saved with the heads.
+
+        Args:
+            batches: token rows and the target's features for them, as `needs` asks.
+        """
+        self.rank_hits.zero_()
+        for batch, features in batches:
+            assert features.final is not None, "`needs` asks for the final hidden state"
+            final = features.final
+            b, s = batch.shifted_mask(1).nonzero(as_tuple=True)
+            for part in torch.arange(s.shape[0], device=s.device).split(_COUNTED_AT_ONCE):
+                chosen = self.target.head(final[b[part], s[part]]).argmax(-1)
+                for k in range(self._choices.num_heads):
+                    self._count(k, final, batch.segment_ids, b[part], s[part], chosen)
+
+    def _count(
+        self, k: int, final: Tensor, segments: Tensor, b: Tensor, s: Tensor, chosen: Tensor
+    ) -> None:
+        source = s - 1 - k
+        inside = (source >= 0) & (segments[b, source.clamp_min(0)] == segments[b, s])
+        logits = self._logits_of(k, final[b[inside], source[inside]])
+        best = logits.topk(min(_RANKS, logits.shape[-1]), dim=-1).indices
+        best = best if self._vocab_ids is None else self._vocab_ids[best]
+        hits = (best == chosen[inside].unsqueeze(1)).sum(0)
+        self.rank_hits[k, : hits.shape[0]] += hits
+        self.rank_hits[k, -1] += inside.sum()
+
+    def best_tree(self, num_nodes: int) -> StaticTree:
+        """Choose the tree that accepts most, by what `measure_ranks` counted.
+
+        Raises:
+            ConfigError: nothing was counted yet.
+        """
+        hits = self.rank_hits
+        if not bool(hits[:, -1].any()):
+            raise ConfigError(
+                "these Medusa heads carry no counts of how often each choice is right, so there is "
+                "no best tree; train with a validation split, or pass a tree of your own"
+            )
+        rates = hits[:, :-1] / hits[:, -1:].clamp_min(1)
+        return best_static_tree(rates.tolist(), num_nodes)
 
     def close(self, state: MedusaState, rows: Int[Tensor, " R"]) -> None:
         """Forget these rows."""
@@ -275,9 +363,16 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         inner = torch.stack([self._into_head(k, hidden) for k in range(depth)], dim=1)
         inner = inner.to(self._matrices[0].dtype)
         if self._tied_rows is not None:
-            logits = state.matrices[0](inner)
-        else:
-            logits = torch.stack([state.matrices[k](inner[:, k]) for k in range(depth)], dim=1)
+            return self._without_padding(state.matrices[0](inner))
+        logits = torch.stack([state.matrices[k](inner[:, k]) for k in range(depth)], dim=1)
+        return self._without_padding(logits)
+
+    def _logits_of(self, k: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N C"]:
+        """Compute head k with its weights as they are now."""
+        matrix = self._matrices[k if len(self._matrices) > 1 else 0]
+        return self._without_padding(self._into_head(k, hidden).to(matrix.dtype) @ matrix.T)
+
+    def _without_padding(self, logits: Float[Tensor, "*N C"]) -> Float[Tensor, "*N C"]:
         if self.vocab is None:
             logits[..., self.target.spec.num_token_ids :] = -torch.inf
         return logits

@@ -2,10 +2,11 @@
 
 Ids outside are never proposed, so the output stays exact and only acceptance pays: every token
 outside is a sure rejection. Chosen once, from the answers to learn from; a trained head keeps its
-vocabulary for life, because each output row means one token (case O-19).
+vocabulary for life, because each output row means one token (case O-19). What it costs is told
+before training: see measure_coverage.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from draftlab.targets.spec import TargetSpec
 from draftlab.targets.view import TargetView
 
 _LARGE_LOGIT = 1000.0
+_JUDGED_AT_ONCE = 64
+_LONG_TAIL = 0.95  # below, more than one token in twenty is a sure rejection
+_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +146,105 @@ def judged_rows(positions: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
     By position in the sample, so the choice does not depend on packing or ranks.
     """
     return positions % 8 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class VocabCoverage:
+    """What a draft vocabulary leaves possible in one domain; shares of 0..1.
+
+    Attributes:
+        domain: its name, or "all".
+        num_tokens: learned tokens counted.
+        tokens: share of them that the draft can say at all.
+        num_judged: learned tokens at which the target's law was looked at; 0 is none.
+        argmax: share of the target's likeliest tokens inside: the most that greedy acceptance of a
+            draft token can be. None when nothing was judged.
+        mass: mean probability the target gives to tokens inside: the same for sampling.
+    """
+
+    domain: str
+    num_tokens: int
+    tokens: float
+    num_judged: int
+    argmax: float | None
+    mass: float | None
+
+    @property
+    def ceiling(self) -> float:
+        """The lowest of what is known."""
+        return min(x for x in (self.tokens, self.argmax, self.mass) if x is not None)
+
+
+@torch.no_grad()
+def measure_coverage(
+    vocab: DraftVocab,
+    view: TargetView,
+    learned: Mapping[str, Int[Tensor, " N"]],
+    judges: Mapping[str, Float[Tensor, "M D"]],
+) -> list[VocabCoverage]:
+    """Measure coverage and acceptance ceiling by domain; all domains together come last.
+
+    Args:
+        vocab: the draft vocabulary.
+        view: the target.
+        learned: learned tokens of every domain.
+        judges: final hidden states that predict some of them, by domain; may be empty.
+    """
+    known = vocab.t2d.cpu()
+    ids = vocab.ids.to(view.device)
+    found, sums = [], torch.zeros(5, dtype=torch.float64)
+    for domain in sorted(learned):
+        tokens = learned[domain].cpu()
+        inside = float(known[tokens].sum())
+        finals = judges.get(domain, torch.zeros(0, view.spec.hidden_size))
+        hits = mass = 0.0
+        for part in finals.split(_JUDGED_AT_ONCE):
+            logits = view.head(part.to(view.device, view.dtype)).float()
+            hits += float(known[logits.argmax(-1).cpu()].sum())
+            mass += float(logits.softmax(-1).index_select(-1, ids).sum())
+        mine = torch.tensor([len(tokens), inside, len(finals), hits, mass], dtype=torch.float64)
+        sums += mine
+        found.append(_coverage(domain, mine))
+    return [*found, _coverage("all", sums)]
+
+
+def describe_coverage(vocab: DraftVocab, coverages: list[VocabCoverage]) -> str:
+    """Write the table of `measure_coverage`, and a warning for domains of a long tail."""
+    width = max([len("domain"), *(len(c.domain) for c in coverages)])
+    lines = [
+        f"draft vocabulary: {vocab.size:,} of {vocab.target_vocab_size:,} ids; what is outside is "
+        "always rejected",
+        f"  {'domain':<{width}}  {'tokens':>10}  {'inside':>7}  {'argmax':>7}  {'mass':>7}",
+    ]
+    for c in coverages:
+        shares = "  ".join(f"{_percent(x):>7}" for x in (c.tokens, c.argmax, c.mass))
+        lines.append(f"  {c.domain:<{width}}  {c.num_tokens:>10,}  {shares}")
+    lines.append(
+        "  inside: learned tokens it can say; argmax, mass: the most that a draft token can be "
+        "accepted, greedy and sampled"
+    )
+    tail = sorted((c for c in coverages[:-1] if c.ceiling < _LONG_TAIL), key=lambda c: c.ceiling)
+    if tail:
+        lowest = ", ".join(f"{c.domain} {_percent(c.ceiling)}" for c in tail[:_NAMED])
+        lines.append(
+            f"  long tail: {len(tail)} of {len(coverages) - 1} domains are below "
+            f"{_percent(_LONG_TAIL)} ({lowest}{', ...' if len(tail) > _NAMED else ''}): raise "
+            "drafter.draft_vocab_size (null: all), or train on more of these domains"
+        )
+    return "\n".join(lines)
+
+
+def _coverage(domain: str, sums: Float[Tensor, "5"]) -> VocabCoverage:
+    tokens, inside, judged, hits, mass = sums.tolist()
+    return VocabCoverage(
+        domain=domain,
+        num_tokens=int(tokens),
+        tokens=inside / tokens if tokens else 1.0,
+        num_judged=int(judged),
+        argmax=hits / judged if judged else None,
+        mass=mass / judged if judged else None,
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"

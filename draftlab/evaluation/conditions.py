@@ -49,6 +49,12 @@ def describe_conditions(
         "top_k": decode.top_k,
         "top_p": decode.top_p,
         "min_p": decode.min_p,
+        "repetition_penalty": decode.repetition_penalty,
+        "frequency_penalty": decode.frequency_penalty,
+        "presence_penalty": decode.presence_penalty,
+        "logit_bias": [list(pair) for pair in decode.sampling.logit_bias],
+        "min_new_tokens": decode.min_new_tokens,
+        "stop": list(decode.stop),
         "ignore_eos": decode.ignore_eos,
         "max_new_tokens": settings.max_new_tokens,
         "batch_size": settings.batch_size,
@@ -61,6 +67,7 @@ def describe_conditions(
         "machine": machine,
         "versions": describe_versions(),
         "rule": decode.rule,
+        "lossy": decode.lossy,
         "eval": settings.model_dump(mode="json"),
         "rows_bitwise_equal": target.report.get("rows_bitwise_equal"),
     }
@@ -73,3 +80,27 @@ def hash_prompts(prompts: Mapping[str, Sequence[Sequence[int]]]) -> str:
     """Compute a fingerprint of the prompts as the target reads them: ids and domains."""
     plain = {domain: [list(ids) for ids in items] for domain, items in prompts.items()}
     return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+
+def describe_law(decode: DecodeSettings) -> str:
+    """Say how the target is sampled, naming what is on: "temperature 0.7, top_k 20"."""
+    off = {
+        "top_k": None,
+        "top_p": None,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "min_new_tokens": 0,
+    }
+    on = [
+        f"{key} {getattr(decode, key)}"
+        for key, value in off.items()
+        if getattr(decode, key) != value
+    ]
+    if decode.logit_bias:
+        on.append(f"logit_bias of {len(decode.logit_bias)} ids")
+    if decode.stop:
+        on.append(f"stop {list(decode.stop)}")
+    greedy = " (greedy)" if decode.temperature == 0 else ""
+    return ", ".join([f"temperature {decode.temperature:g}{greedy}", *on])

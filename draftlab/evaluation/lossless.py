@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from draftlab.decoding.records import Generation
+from draftlab.evaluation.forced import Answer, as_ints, open_rows, prefill_prompts, run_at
 from draftlab.evaluation.results import AuditVerdict, Defect
-from draftlab.sampling import GREEDY, Sampling, process
-from draftlab.shapes import Float, Tensor
-from draftlab.targets.cache import KVBuffers
-from draftlab.targets.step import Step
+from draftlab.sampling import GREEDY, ContextTracker, Sampling, adjust, process
+from draftlab.shapes import Tensor
 from draftlab.targets.target import Target
 
 _ROWS = 16
@@ -49,7 +48,23 @@ class NarrowScore:
     has_mass: bool
 
 
-Answer = tuple[tuple[int, ...], tuple[int, ...]]
+@dataclass(frozen=True, slots=True)
+class PassGap:
+    """How far passes of verification's width differ from narrow ones, on the same prefixes.
+
+    Attributes:
+        width: tokens of the wide passes.
+        num_positions: output places measured.
+        tolerance: logit units; see `measure_gap`.
+        mean_tv: mean total variation between the two laws at a place.
+        worst_tv: the largest.
+    """
+
+    width: int
+    num_positions: int
+    tolerance: float
+    mean_tv: float
+    worst_tv: float
 
 
 def audit(
@@ -95,7 +110,7 @@ def audit(
     requires_identity = sampling.is_greedy and bool(target.report.get("rows_bitwise_equal"))
     tolerance = 0.0
     if sampling.is_greedy:
-        _rescore_doubtful(target, answers, known, prefill_tokens)
+        _rescore_doubtful(target, answers, known, sampling, prefill_tokens)
         if not requires_identity and any(_is_doubtful(known[answer]) for answer in answers):
             tolerance = measure_tolerance(
                 target,
@@ -139,59 +154,94 @@ def score_narrow(
         prefill_tokens: prompt tokens a pass takes at most.
     """
     scores: list[list[NarrowScore]] = [[] for _ in answers]
+    tracker = None
+    if sampling.reads_context:
+        tracker = ContextTracker(len(answers), sorted(target.spec.eos_ids), target.device)
+        for row, (prompt, _) in enumerate(answers):
+            tracker.enter(row, prompt)
     with torch.inference_mode():
-        kv = _open(target, answers, spare=prefill_tokens)
-        _prefill(target, kv, answers, prefill_tokens)
+        kv = open_rows(target, answers, spare=prefill_tokens)
+        prefill_prompts(target, kv, answers, prefill_tokens)
         for place in range(max(len(output) for _, output in answers)):
             rows = [r for r, (_, output) in enumerate(answers) if place < len(output)]
-            logits = _run_at(target, kv, answers, rows, place, width=1)[:, 0]
-            emitted = _ints(target, [answers[r][1][place] for r in rows])
-            best = logits.max(-1)
-            margins = best.values - logits.gather(1, emitted.unsqueeze(1)).squeeze(1)
-            mass = process(logits, sampling).gather(1, emitted.unsqueeze(1)).squeeze(1) > 0
-            for row, expected, margin, has_mass in zip(
-                rows, best.indices.tolist(), margins.tolist(), mass.tolist(), strict=True
+            logits = run_at(target, kv, answers, rows, place, width=1)[:, 0]
+            context = None if tracker is None else tracker.at(rows)
+            tokens = [answers[r][1][place] for r in rows]
+            emitted = as_ints(target, tokens)
+            adjusted = adjust(logits, sampling, context)
+            best = adjusted.max(-1)
+            margins = best.values - adjusted.gather(1, emitted.unsqueeze(1)).squeeze(1)
+            probs = process(logits, sampling, context)
+            mass = probs.gather(1, emitted.unsqueeze(1)).squeeze(1) > 0
+            for row, token, expected, margin, has_mass in zip(
+                rows, tokens, best.indices.tolist(), margins.tolist(), mass.tolist(), strict=True
             ):
                 scores[row].append(NarrowScore(expected, margin, has_mass))
+                if tracker is not None:
+                    tracker.extend(row, [token])
     return scores
 
 
 def measure_tolerance(
     target: Target, answers: Sequence[Answer], *, width: int, prefill_tokens: int
 ) -> float:
+    """Measure how far a wide pass may move logits, as `measure_gap` does."""
+    return measure_gap(target, answers, width=width, prefill_tokens=prefill_tokens).tolerance
+
+
+def measure_gap(
+    target: Target,
+    answers: Sequence[Answer],
+    *,
+    width: int,
+    prefill_tokens: int,
+    sampling: Sampling = GREEDY,
+) -> PassGap:
     """Measure how far a wide pass moves logits: 2 x the 99.9th percentile of |wide - narrow|.
 
     Taken over the tokens nearest the maximum at each position, on the answers' own prefixes, one
-    answer at a time.
+    answer at a time; laws are compared over the whole vocabulary.
 
     Args:
         target: the target.
         answers: (prompt, output) pairs.
         width: tokens of the wide pass: K + 1.
         prefill_tokens: prompt tokens a pass takes at most.
+        sampling: makes laws of logits; what reads the context is left out.
     """
+    law = sampling.context_free
     differences: list[Tensor] = []
+    distances: list[Tensor] = []
     with torch.inference_mode():
         for prompt, output in answers:
             answer = [(prompt, output[:_CALIBRATION_TOKENS])]
             length = len(answer[0][1])
-            kv = _open(target, answer, spare=max(width, prefill_tokens))
-            _prefill(target, kv, answer, prefill_tokens)
+            kv = open_rows(target, answer, spare=max(width, prefill_tokens))
+            prefill_prompts(target, kv, answer, prefill_tokens)
             narrow = torch.cat(
-                [_run_at(target, kv, answer, [0], t, width=1)[0] for t in range(length)]
+                [run_at(target, kv, answer, [0], t, width=1)[0] for t in range(length)]
             )
             wide = torch.cat(
                 [
-                    _run_at(target, kv, answer, [0], t, width=min(width, length - t))[0]
+                    run_at(target, kv, answer, [0], t, width=min(width, length - t))[0]
                     for t in range(0, length, width)
                 ]
             )
             rivals = narrow.topk(min(_RIVALS, narrow.shape[1]), dim=1).indices
             differences.append((wide - narrow).gather(1, rivals).abs().flatten())
+            moved = (process(wide, law) - process(narrow, law)).abs()
+            distances.append(moved.sum(1).double() / 2)
     every = torch.cat(differences).sort().values
     typical = float(every[min(len(every) - 1, math.ceil(0.999 * len(every)))])
-    # where wide passes differ only here and there, the percentile is 0 and a flip still possible
-    return _SAFETY * (typical or float(every[-1]))
+    tv = torch.cat(distances)
+    return PassGap(
+        width=width,
+        num_positions=len(tv),
+        # where wide passes differ only here and there, the percentile is 0 and a flip possible
+        tolerance=_SAFETY * (typical or float(every[-1])),
+        mean_tv=float(tv.mean()),
+        worst_tv=float(tv.max()),
+    )
 
 
 @dataclass(slots=True)
@@ -239,13 +289,14 @@ def _rescore_doubtful(
     target: Target,
     answers: Sequence[Answer],
     known: dict[Answer, list[NarrowScore]],
+    sampling: Sampling,
     prefill_tokens: int,
 ) -> None:
     """Score again, alone: plain decoding at batch 1 is the yardstick, not one with batch-mates."""
     for answer in dict.fromkeys(answers):
         if _is_doubtful(known[answer]):
             known[answer] = score_narrow(
-                target, [answer], sampling=GREEDY, prefill_tokens=prefill_tokens
+                target, [answer], sampling=sampling, prefill_tokens=prefill_tokens
             )[0]
 
 
@@ -255,57 +306,3 @@ def _first_difference(one: Generation, two: Generation) -> int | None:
         return None
     shared = min(len(a), len(b))
     return next((i for i in range(shared) if a[i] != b[i]), shared)
-
-
-def _open(target: Target, answers: Sequence[Answer], *, spare: int) -> KVBuffers:
-    # right padding of a chunk is written past a row's end
-    longest = max(len(prompt) + len(output) for prompt, output in answers)
-    return target.open_kv(len(answers), longest + spare)
-
-
-def _prefill(target: Target, kv: KVBuffers, answers: Sequence[Answer], prefill_tokens: int) -> None:
-    """Run all prompt tokens but the last, like the decoder."""
-    contexts = [prompt[:-1] for prompt, _ in answers]
-    longest = max(len(context) for context in contexts)
-    width = max(1, prefill_tokens // len(answers))
-    for start in range(0, longest, width):
-        rows = [r for r, context in enumerate(contexts) if len(context) > start]
-        chunks = [contexts[r][start : start + width] for r in rows]
-        widest = max(len(chunk) for chunk in chunks)
-        ids = [list(chunk) + [0] * (widest - len(chunk)) for chunk in chunks]
-        step = Step(
-            rows=_ints(target, rows),
-            ids=_ints(target, ids),
-            base=_ints(target, [start] * len(rows)),
-            live=start + widest,
-        )
-        target.run(kv, step, wants_logits=False)
-
-
-def _run_at(
-    target: Target,
-    kv: KVBuffers,
-    answers: Sequence[Answer],
-    rows: Sequence[int],
-    place: int,
-    *,
-    width: int,
-) -> Float[Tensor, "R T V"]:
-    """Give the logits that score output tokens place..place+width-1 of some rows."""
-    texts = [answers[r][0] + answers[r][1] for r in rows]
-    bases = [len(answers[r][0]) - 1 + place for r in rows]
-    step = Step(
-        rows=_ints(target, list(rows)),
-        ids=_ints(
-            target, [list(text[b : b + width]) for text, b in zip(texts, bases, strict=True)]
-        ),
-        base=_ints(target, bases),
-        live=max(bases) + width,
-    )
-    logits = target.run(kv, step).logits
-    assert logits is not None
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _ints(target: Target, values: list[int] | list[list[int]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=target.device)

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from draftlab.decoding.records import Generation
 from draftlab.errors import ConfigError
 from draftlab.evaluation.intervals import paired_estimate
+from draftlab.evaluation.memory import PeakMemory
 from draftlab.evaluation.results import Estimate, SpeedStats, StepTime
 from draftlab.randomness import Purpose, uniforms
 
@@ -52,6 +53,7 @@ class Timing:
         repeat: 0 for the first time.
         wall_s: seconds around the whole call, prefill included.
         generation: the answer and the decoder's own times.
+        peak_bytes: most memory in use meanwhile; None where nobody counted.
     """
 
     arm: str
@@ -59,6 +61,7 @@ class Timing:
     repeat: int
     wall_s: float
     generation: Generation
+    peak_bytes: int | None = None
 
     @property
     def num_decoded(self) -> int:
@@ -75,6 +78,7 @@ def measure(
     repeats: int,
     seed: int,
     clock: Clock,
+    memory: PeakMemory | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Timing]:
     """Time every arm on every prompt at batch 1, arms interleaved prompt by prompt.
@@ -90,6 +94,7 @@ def measure(
         repeats: times each prompt is timed in each arm.
         seed: of the order.
         clock: for the time around a call.
+        memory: counts the peak of every answer.
         progress: called with (answers done, answers in all).
 
     Raises:
@@ -121,9 +126,13 @@ def measure(
     for repeat in range(repeats):
         for index in range(len(prompts)):
             for name in _turn_order(names, index, repeat, seed):
+                if memory is not None:
+                    memory.restart()
                 began = clock.read()
                 generation = answer(name, index)
-                timings.append(Timing(name, index, repeat, clock.read() - began, generation))
+                spent = clock.read() - began
+                peak = memory.read() if memory is not None else None
+                timings.append(Timing(name, index, repeat, spent, generation, peak))
     return timings
 
 

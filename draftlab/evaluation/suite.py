@@ -102,7 +102,11 @@ def evaluate(
     answers: dict[str, list[Generation]] = {}
     for name, drafter in drafters.items():
         answers[name] = _decode_batched(
-            _decoder(target, drafter, decode, lengths[name]), places, settings, name, report
+            _decoder(target, drafter, decode, lengths[name], wants_overlaps=True),
+            places,
+            settings,
+            name,
+            report,
         )
         records += [
             AnswerRecord(name, "acceptance", place.domain, place.index, 0, answer)
@@ -181,9 +185,15 @@ def _take(prompts: Prompts, limit: int | None) -> list[_Place]:
 
 
 def _decoder(
-    target: Target, drafter: Drafter | None, decode: DecodeSettings, length: int | None
+    target: Target,
+    drafter: Drafter | None,
+    decode: DecodeSettings,
+    length: int | None,
+    *,
+    wants_overlaps: bool = False,
 ) -> Decoder:
-    return Decoder(target, drafter, decode.model_copy(update={"num_draft_tokens": length}))
+    settings = decode.model_copy(update={"num_draft_tokens": length})
+    return Decoder(target, drafter, settings, wants_overlaps=wants_overlaps)
 
 
 def _choose(
@@ -195,7 +205,8 @@ def _choose(
     decode: DecodeSettings,
     report: Progress,
 ) -> LengthChoice | None:
-    if not validation or not settings.draft_lengths or decode.num_draft_tokens is not None:
+    is_given = decode.num_draft_tokens is not None or decode.tree is not None
+    if not validation or not settings.draft_lengths or is_given:
         return None
 
     def decoder_at(length: int) -> Answers:

@@ -6,6 +6,10 @@ the gradient of a chunk is taken while its logits are alive, and only gradients 
 head weights are kept. The target's head runs once a row, whatever the number of depths; with a
 reduced draft vocabulary only its kept rows do, and the whole head judges a part of the rows: it
 would cost more than all else together, and only for the figures.
+
+Beside inputs, parameters and their gradients only one chunk is alive: gradients are added up in
+place, in float32 or wider, and heads of another dtype than the work's are cast a slice at a time.
+rows.py is the plain form of all this, and its oracle. Read chunked_scores first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 
 from draftlab.objectives.acceptance import overlap
+from draftlab.objectives.cross_entropy import cross_entropy
 from draftlab.objectives.named import Objective
 from draftlab.objectives.rows import (
     LOG_OF_NOTHING,
@@ -28,7 +33,9 @@ from draftlab.shapes import Bool, Float, Int, Tensor
 # numbers alive at once in a chunk; on a CPU larger chunks are no faster: glibc stops reusing pages
 _ALIVE_ON_CPU = 20_000_000
 _ALIVE_ELSEWHERE = 160_000_000
-_JUDGED_AT_ONCE = 256
+_LEAST_ROWS = 32  # below, reading the heads again and again costs more than the numbers alive
+_JUDGED_AT_ONCE = 128
+_CAST_AT_ONCE = 16_000_000  # numbers of a head that is cast, or whose gradient is
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,50 +87,132 @@ def chunked_scores(
             but this product; None computes all of the target's logits.
         judged: with `kept_head`, tokens whose predictions are compared with the whole target law
             (hit, overlap); None judges all.
-        chunk_rows: tokens at a time; None takes what keeps memory near 80 MB on a CPU.
+        chunk_rows: tokens at a time; None takes what keeps memory near 80 MB on a CPU,
+            or 32 tokens where that is more.
     """
     if kept_head is None or vocab_ids is None:
         kept_head = judged = None
-    if judged is None:
-        judged = torch.ones_like(labels, dtype=torch.bool)
     if chunk_rows is None:
-        chunk_rows = _fitting_rows(
-            heads[0].shape[0], vocab_ids if kept_head is None else None, hidden.device.type
-        )
+        reads = vocab_ids if kept_head is None else None  # whose logits are alive
+        chunk_rows = _fitting_rows(heads[0].shape[0], reads, hidden.device.type)
     plan = _Plan(
-        objective,
-        target_final,
-        target_head,
-        labels,
-        weights,
-        vocab_ids,
-        kept_head,
-        judged,
-        chunk_rows,
+        target_final, target_head, labels, vocab_ids, kept_head, judged, chunk_rows, _wide(hidden)
     )
-    total, sums = _ChunkedLoss.apply(plan, torch.is_grad_enabled(), hidden, *heads)
-    count = ((weights > 0) & judged).sum(-1).to(sums.dtype)
-    return DepthScores(total, sums[0], sums[1], sums[2], count)
+    total, sums = _ChunkedLoss.apply(
+        plan, objective, weights, torch.is_grad_enabled(), hidden, *heads
+    )
+    counts = weights > 0 if judged is None else (weights > 0) & judged
+    return DepthScores(total, sums[0], sums[1], sums[2], counts.sum(-1).to(sums.dtype))
+
+
+@torch.no_grad()
+def chunked_losses(
+    objective: Objective,
+    hidden: Float[Tensor, "K N D"],
+    heads: Sequence[Float[Tensor, "C D"]],
+    *,
+    target_final: Float[Tensor, "N Dt"],
+    target_head: Callable[[Float[Tensor, "M Dt"]], Float[Tensor, "M V"]],
+    labels: Int[Tensor, " N"],
+    vocab_ids: Int[Tensor, " C"] | None,
+    kept_head: Float[Tensor, "C Dt"] | None = None,
+    chunk_rows: int | None = None,
+) -> Float[Tensor, "K N"]:
+    """Compute the loss of every single prediction, without gradients: for choosing among them.
+
+    Args:
+        objective: see named.py.
+        hidden: see `chunked_scores`, as all that follow.
+        heads: one for all depths or one a depth.
+        target_final: judges each token.
+        target_head: final states to target logits.
+        labels: data token (target id) to predict; where q has none for it the loss is 0.
+        vocab_ids: target ids of the draft vocabulary; None when it is whole.
+        kept_head: rows of the target's head for the draft vocabulary.
+        chunk_rows: tokens at a time.
+    """
+    if kept_head is None or vocab_ids is None:
+        kept_head = None
+    if chunk_rows is None:
+        reads = vocab_ids if kept_head is None else None  # whose logits are alive
+        chunk_rows = _fitting_rows(heads[0].shape[0], reads, hidden.device.type)
+    none = None if kept_head is None else torch.zeros_like(labels, dtype=torch.bool)
+    wide = _wide(hidden)
+    plan = _Plan(target_final, target_head, labels, vocab_ids, kept_head, none, chunk_rows, wide)
+    losses = hidden.new_zeros(hidden.shape[:2], dtype=wide)
+    work = _work_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part, teacher in plan.teachers(work):
+            for depth in range(hidden.shape[0]):
+                draft = _times_head(hidden[depth, part].to(work), _of_depth(heads, depth), wide)
+                losses[depth, part] = compute_losses(
+                    objective, teacher.log_probs, teacher.labels, draft.log_softmax(-1)
+                )
+    return losses
+
+
+@torch.no_grad()
+def chunked_label_probs(
+    hidden: Float[Tensor, "K N D"],
+    heads: Sequence[Float[Tensor, "C D"]],
+    *,
+    labels: Int[Tensor, " N"],
+    vocab_ids: Int[Tensor, " C"] | None,
+    chunk_rows: int | None = None,
+) -> Float[Tensor, "K N"]:
+    """Compute q of the data token at every prediction, without gradients; 0 where q has none.
+
+    Args:
+        hidden: see `chunked_scores`, as all that follow.
+        heads: one for all depths or one a depth.
+        labels: data token (target id) to predict.
+        vocab_ids: target ids of the draft vocabulary; None when it is whole.
+        chunk_rows: tokens at a time.
+    """
+    columns = labels if vocab_ids is None else columns_of(labels, vocab_ids)
+    rows = chunk_rows or 4 * _fitting_rows(heads[0].shape[0], None, hidden.device.type)
+    wide, work = _wide(hidden), _work_dtype(hidden)
+    probs = hidden.new_zeros(hidden.shape[:2], dtype=wide)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            for depth in range(hidden.shape[0]):
+                draft = _times_head(hidden[depth, part].to(work), _of_depth(heads, depth), wide)
+                log_q = -cross_entropy(draft.log_softmax(-1), columns[part])
+                probs[depth, part] = log_q.exp().masked_fill(columns[part] < 0, 0.0)
+    return probs
 
 
 def _fitting_rows(width: int, vocab_ids: Tensor | None, device: str) -> int:
     """Choose a chunk: a row holds about 2 numbers a target token and 10 a draft token."""
     vocab_size = width if vocab_ids is None else int(vocab_ids[-1]) + 1
     alive = _ALIVE_ON_CPU if device == "cpu" else _ALIVE_ELSEWHERE
-    return max(alive // (2 * vocab_size + 10 * width), 16)
+    return max(alive // (2 * vocab_size + 10 * width), _LEAST_ROWS)
+
+
+def _wide(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _work_dtype(hidden: Tensor) -> torch.dtype:
+    """Choose what the heads multiply in: autocast's dtype where that is on."""
+    device = hidden.device.type
+    work = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return torch.float32 if work == torch.float16 else work  # gradients of logits underflow
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    objective: Objective
+    """The target's side of every chunk."""
+
     target_final: Tensor
     target_head: Callable[[Tensor], Tensor]
     labels: Tensor
-    weights: Tensor
     vocab_ids: Tensor | None
     kept_head: Tensor | None
-    judged: Tensor
+    judged: Tensor | None
     chunk_rows: int
+    wide: torch.dtype
 
     def teachers(self, work: torch.dtype) -> Iterator[tuple[slice, Teacher]]:
         """Give the target's law chunk by chunk; `top` and `log_mass` are for judged rows only."""
@@ -133,10 +222,9 @@ class _Plan:
                 yield part, read_teacher(logits, self.labels[part], self.vocab_ids)
             return
         top, log_norm = self._judge()
-        head = self.kept_head.to(work)
         labels = columns_of(self.labels, self.vocab_ids)
         for part in self._parts():
-            kept = (self.target_final[part].to(work) @ head.T).to(log_norm.dtype)
+            kept = _times_head(self.target_final[part].to(work), self.kept_head, self.wide)
             log_mass = kept.logsumexp(-1, keepdim=True)
             yield (
                 part,
@@ -151,12 +239,14 @@ class _Plan:
     def _judge(self) -> tuple[Tensor, Tensor]:
         """Run the whole head over judged rows: column of the argmax, log of the normaliser."""
         assert self.vocab_ids is not None
-        wide = torch.promote_types(self.weights.dtype, torch.float32)
         top = torch.full_like(self.labels, -1)
-        log_norm = self.weights.new_zeros(self.labels.shape, dtype=wide)
-        rows = self.judged.nonzero().squeeze(1)
+        log_norm = torch.zeros_like(self.labels, dtype=self.wide)
+        if self.judged is None:
+            rows = torch.arange(self.labels.shape[0], device=self.labels.device)
+        else:
+            rows = self.judged.nonzero().squeeze(1)
         for part in rows.split(_JUDGED_AT_ONCE):
-            logits = self.target_head(self.target_final[part]).to(wide)
+            logits = self.target_head(self.target_final[part]).to(self.wide)
             top[part] = columns_of(logits.argmax(-1), self.vocab_ids)
             log_norm[part] = logits.logsumexp(-1)
         return top, log_norm
@@ -171,67 +261,109 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, wants_grad: bool, hidden: Tensor, *heads: Tensor
+        ctx: Any,
+        plan: _Plan,
+        objective: Objective,
+        weights: Tensor,
+        wants_grad: bool,
+        hidden: Tensor,
+        *heads: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run both heads over every chunk, and their gradients when wanted."""
-        device = hidden.device.type
-        work = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        )
-        work = torch.float32 if work == torch.float16 else work  # gradients of logits underflow
-        with torch.autocast(device, enabled=False):
-            return _run_chunks(ctx, plan, wants_grad, hidden, heads, work)
+        work = _work_dtype(hidden)
+        wide = plan.wide
+        needs = [wants_grad and needed for needed in ctx.needs_input_grad[4:]]
+        needs_any = any(needs)
+        hidden_grad = torch.zeros_like(hidden) if needs[0] else None
+        head_grads = [
+            torch.zeros_like(head, dtype=wide) if need else None
+            for head, need in zip(heads, needs[1:], strict=True)
+        ]
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        sums = torch.zeros(3, hidden.shape[0], dtype=wide, device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, teacher in plan.teachers(work):
+                judged = None if plan.judged is None else plan.judged[part]
+                for depth in range(hidden.shape[0]):
+                    rows, head = hidden[depth, part].to(work), _of_depth(heads, depth)
+                    weight = weights[depth, part]
+                    draft = _times_head(rows, head, wide).requires_grad_(needs_any)
+                    with torch.set_grad_enabled(needs_any):
+                        log_q = draft.log_softmax(-1)
+                        losses = compute_losses(objective, teacher.log_probs, teacher.labels, log_q)
+                        loss = (losses * weight).sum()
+                    total += loss.detach()
+                    sums[:, depth] += _figures(
+                        teacher, log_q.detach(), losses.detach(), weight, judged
+                    )
+                    if not needs_any:
+                        continue
+                    grad = torch.autograd.grad(loss, draft)[0]
+                    if hidden_grad is not None:
+                        hidden_grad[depth, part] = _back_to_rows(grad, head, work)
+                    if (head_grad := _of_depth(head_grads, depth)) is not None:
+                        _add_to_head(head_grad, grad, rows)
+        ctx.gradients = [
+            hidden_grad,
+            *(g if g is None else g.to(h.dtype) for g, h in zip(head_grads, heads, strict=True)),
+        ]
+        ctx.mark_non_differentiable(sums)
+        return total, sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients that forward computed."""
-        return (None, None, *(None if g is None else g * grads[0] for g in ctx.gradients))
+        """Scale the gradients that forward computed, in place: a copy of a head's is large."""
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of a chunked loss are there once; compute it again")
+        return (None,) * 4 + tuple(g if g is None else g.mul_(grads[0]) for g in gradients)
 
 
-def _run_chunks(
-    ctx: Any,
-    plan: _Plan,
-    wants_grad: bool,
-    hidden: Tensor,
-    heads: tuple[Tensor, ...],
-    work: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    depths = hidden.shape[0]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    needs = [wants_grad and needed for needed in ctx.needs_input_grad[2:]]
-    gradients = [
-        torch.zeros_like(x) if need else None
-        for x, need in zip((hidden, *heads), needs, strict=True)
-    ]
-    matrices = [head.to(work) for head in heads]
-    total = torch.zeros((), dtype=wide, device=hidden.device)
-    sums = torch.zeros(3, depths, dtype=wide, device=hidden.device)
-    for part, teacher in plan.teachers(work):
-        chosen = plan.judged[part]
-        for depth in range(depths):
-            which = depth if len(heads) > 1 else 0
-            rows = hidden[depth, part].to(work)
-            weight = plan.weights[depth, part]
-            draft = (rows @ matrices[which].T).to(wide).requires_grad_(any(needs))
-            with torch.set_grad_enabled(any(needs)):
-                log_q = draft.log_softmax(-1)
-                losses = compute_losses(plan.objective, teacher.log_probs, teacher.labels, log_q)
-                loss = (losses * weight).sum()
-            total += loss.detach()
-            counts = (weight[chosen] > 0).to(wide)
-            law = log_q.detach()[chosen]
-            hits = law.argmax(-1) == teacher.top[chosen]
-            kept = overlap((teacher.log_probs + teacher.log_mass)[chosen], law)
-            sums[0, depth] += (losses.detach()[chosen] * counts).sum()
-            sums[1, depth] += (hits * counts).sum()
-            sums[2, depth] += (kept * counts).sum()
-            if any(needs):
-                grad = torch.autograd.grad(loss, draft)[0].to(work)
-                if gradients[0] is not None:
-                    gradients[0][depth, part] = grad @ matrices[which]
-                matrix_grad = gradients[1 + which]
-                if matrix_grad is not None:
-                    matrix_grad += grad.T @ rows
-    ctx.gradients = gradients
-    ctx.mark_non_differentiable(sums)
-    return total, sums
+def _figures(
+    teacher: Teacher, log_q: Tensor, losses: Tensor, weight: Tensor, judged: Tensor | None
+) -> Tensor:
+    """Add up loss, hit and overlap of the judged predictions that count."""
+    log_p, log_mass, top = teacher.log_probs, teacher.log_mass, teacher.top
+    if judged is not None:
+        log_p, log_mass, top = log_p[judged], log_mass[judged], top[judged]
+        log_q, losses, weight = log_q[judged], losses[judged], weight[judged]
+    counts = (weight > 0).to(losses.dtype)
+    hits = log_q.argmax(-1) == top
+    kept = overlap(log_p + log_mass, log_q)
+    return torch.stack([(x * counts).sum() for x in (losses, hits, kept)])
+
+
+def _of_depth(items: Sequence[Any], depth: int) -> Any:
+    return items[depth if len(items) > 1 else 0]
+
+
+def _slices(head: Tensor, work: torch.dtype) -> Iterator[slice]:
+    """Cut a head so that a cast of each piece is small; whole where there is nothing to cast."""
+    size = head.shape[0]
+    step = size if head.dtype == work else max(_CAST_AT_ONCE // head.shape[1], 1)
+    for start in range(0, size, step):
+        yield slice(start, start + step)
+
+
+def _times_head(rows: Tensor, head: Tensor, wide: torch.dtype) -> Tensor:
+    """Compute rows @ head.T in the dtype of the rows; give it in a wide one."""
+    parts = [(rows @ head[cut].to(rows.dtype).T).to(wide) for cut in _slices(head, rows.dtype)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _back_to_rows(grad: Tensor, head: Tensor, work: torch.dtype) -> Tensor:
+    """Compute grad @ head, added up in the gradient's own wide dtype."""
+    parts = (grad[:, cut].to(work) @ head[cut].to(work) for cut in _slices(head, work))
+    total = next(parts).to(grad.dtype)
+    for part in parts:
+        total += part
+    return total
+
+
+def _add_to_head(head_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
+    """Add grad.T @ rows to a gradient kept in a wide dtype."""
+    if rows.dtype == head_grad.dtype:
+        head_grad.addmm_(grad.T, rows)
+        return
+    for cut in _slices(head_grad, rows.dtype):
+        head_grad[cut] += grad[:, cut].to(rows.dtype).T @ rows

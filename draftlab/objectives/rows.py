@@ -1,7 +1,7 @@
 """From two rows of logits to loss, hit and overlap, also over a reduced draft vocabulary.
 
 In: target logits over V tokens, draft logits over Vd of them. Out: `RowScores`.
-Read first: read_teacher, then score_rows.
+Read first: read_teacher, then score_rows, the plain form and the oracle of chunked.py.
 
 Rules of a reduced vocabulary (Vd < V), written here and nowhere else:
 - the law to learn is p restricted to the draft vocabulary and renormalised (EAGLE-3, section 3);
@@ -111,9 +111,7 @@ def compute_losses(
         labels: column of the data token, -1 outside.
         log_q: the draft's log law.
     """
-    if objective.uses_label:
-        return objective.compare(log_q, labels)
-    return objective.compare(log_probs, log_q).masked_fill(labels < 0, 0.0)
+    return objective.compare(log_probs, log_q, labels).masked_fill(labels < 0, 0.0)
 
 
 def score_rows(

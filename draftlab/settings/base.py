@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from draftlab.errors import ConfigError
@@ -33,6 +34,19 @@ def parse_settings(cls: type[S], data: Mapping[str, Any], where: str = "") -> S:
     except ValidationError as error:
         lines = [_explain(cls, item, where) for item in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+
+
+def read_mapping(value: Any) -> Any:
+    """Read a mapping that was typed as text, such as {42: -5.0}; anything else stays as it is.
+
+    For `BeforeValidator`: on a command line only the field knows that braces are no plain text.
+    """
+    if not (isinstance(value, str) and value.startswith("{")):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value  # the field says what it expected
 
 
 def _explain(cls: type[BaseModel], item: Any, where: str) -> str:

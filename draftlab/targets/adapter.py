@@ -63,7 +63,8 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     Raises:
         UnsupportedTarget: no LM head or no list of decoder layers.
     """
-    count = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    count = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     head = model.get_output_embeddings()
     found = _find_layers(model.get_decoder() or model, count)
     if head is None or found is None:

@@ -104,18 +104,11 @@ class FastDoor:
         self, kv: KVBuffers, step: Step, request: FeatureRequest, wants_logits: bool
     ) -> StepOutput:
         """Run new tokens through the model; see `Target.run`."""
-        hidden = F.embedding(step.ids, self._embedding)
-        cos, sin = self._rope_tables(hidden, step.positions)
-        masks = self._masks(step)
-        write = _Writer(kv, step)
         taps: list[Tensor] = []
         wanted = set(request.tap_layers)
-        for number, layer in enumerate(self._layers):
-            attended = self._attend(layer, number, hidden, cos, sin, masks[layer.window], write)
-            hidden = layer.out.add_to(hidden, attended)
-            normed = self._rms(hidden, layer.norm_post)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
+        hidden, where = self._begin(kv, step)
+        for number in range(len(self._layers)):
+            hidden = self._run_layer(number, hidden, where)
             if number + 1 in wanted:
                 taps.append(hidden)
         final = None
@@ -125,6 +118,32 @@ class FastDoor:
         stacked = torch.stack(taps, dim=2) if taps else None
         features = TargetFeatures(stacked, final if request.wants_final else None)
         return StepOutput(logits, features)
+
+    def run_layers(
+        self, kv: KVBuffers, step: Step, layers: tuple[int, ...]
+    ) -> Float[Tensor, "R T D"]:
+        """Run new tokens through some decoder layers only; see `TargetView.run_layers`."""
+        hidden, where = self._begin(kv, step)
+        for number in layers:
+            hidden = self._run_layer(number, hidden, where)
+        return hidden
+
+    def _begin(self, kv: KVBuffers, step: Step) -> "tuple[Tensor, _Where]":
+        """Embed a step's tokens, and compute what all layers share."""
+        hidden = F.embedding(step.ids, self._embedding)
+        cos, sin = self._rope_tables(hidden, step.positions)
+        return hidden, _Where(cos, sin, self._masks(step), _Writer(kv, step))
+
+    def _run_layer(
+        self, number: int, hidden: Float[Tensor, "R T D"], where: "_Where"
+    ) -> Float[Tensor, "R T D"]:
+        layer = self._layers[number]
+        mask = where.masks[layer.window]
+        attended = self._attend(layer, number, hidden, where.cos, where.sin, mask, where.write)
+        hidden = layer.out.add_to(hidden, attended)
+        normed = self._rms(hidden, layer.norm_post)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return layer.down.add_to(hidden, F.silu(gate).mul_(up))
 
     def _attend(
         self,
@@ -197,6 +216,16 @@ class _Writer:
     ) -> tuple[Tensor, Tensor]:
         self._kv.write(layer, self._flat, keys.transpose(1, 2), values.transpose(1, 2))
         return self._kv.read(layer, self._rows, self._live, is_prefix=self._is_prefix)
+
+
+@dataclass(slots=True)
+class _Where:
+    """What the layers of one pass share: angles, masks by window, and the way into memory."""
+
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Tensor | None]
+    write: _Writer
 
 
 def _fuse(layer: nn.Module, window: int | None) -> _Layer:

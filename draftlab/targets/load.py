@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import ConfigError, UnsupportedTarget
 from draftlab.targets.demo import DEMO_NAME, DEMO_QUANTISATION, prepare_demo
+from draftlab.targets.encoder_decoder import FAMILIES as ENCODER_DECODERS
+from draftlab.targets.encoder_decoder import build_encoder_decoder
 from draftlab.targets.fast import FastDoor, refuse_fast_door
 from draftlab.targets.gguf import read_gguf
 from draftlab.targets.self_check import compare_doors
@@ -54,7 +62,8 @@ def load_target(settings: TargetSettings) -> Target:
         model, tokenizer, name, quantisation = _read(settings, dtype)
     _refuse_packed(model, name)
     nn.Module.to(model, settings.device)
-    target = build_target(
+    build = build_encoder_decoder if _has_encoder(model.config) else build_target
+    target = build(
         model,
         tokenizer,
         name=name,
@@ -168,8 +177,10 @@ def _read_model(
     if dtype is torch.float64:  # the grouped matmul of expert layers refuses it
         config._experts_implementation = "eager"
 
+    kind = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
+
     def read(attention: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(
+        return kind.from_pretrained(
             place,
             config=config,
             dtype=dtype,
@@ -184,6 +195,10 @@ def _read_model(
         if "scaled_dot_product_attention" not in str(error):
             raise
         return read("eager")
+
+
+def _has_encoder(config: Any) -> bool:
+    return config.is_encoder_decoder and config.model_type in ENCODER_DECODERS
 
 
 def _refuse_packed(model: PreTrainedModel, name: str) -> None:

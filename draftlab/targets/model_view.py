@@ -12,6 +12,8 @@ from draftlab.errors import ConfigError, UnsupportedTarget
 from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.adapter import HFDoor
 from draftlab.targets.cache import KVBuffers
+from draftlab.targets.fast import FastDoor
+from draftlab.targets.raw_tensors import read_raw_tensors
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step
 from draftlab.targets.view import TargetView
@@ -32,8 +34,9 @@ class ModelView(TargetView):
         """Look at a model through its reference door."""
         self.spec = spec
         self.tokenizer = tokenizer
-        self._reference = reference
         self._anatomy = reference.anatomy
+        self._whole_config = reference.model.config
+        self._layer_runner: HFDoor | FastDoor = reference
         self.config = plain_config(reference)
         weight = self._anatomy.head_weight
         self.device = weight.device
@@ -109,6 +112,12 @@ class ModelView(TargetView):
         module = self._anatomy.layers[layer]
         return {name: weight.detach() for name, weight in module.named_parameters()}
 
+    def raw_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Read tensors of the checkpoint by the beginning of their names, as they are stored."""
+        place = getattr(self._whole_config, "_name_or_path", "")
+        commit = getattr(self._whole_config, "_commit_hash", None)
+        return read_raw_tensors(place, commit, prefix) if place else {}
+
     def run_layers(
         self, kv: KVBuffers, step: Step, layers: tuple[int, ...]
     ) -> Float[Tensor, "R T D"]:
@@ -119,7 +128,11 @@ class ModelView(TargetView):
         """
         self._check_layers(layers)
         with torch.inference_mode():
-            return self._reference.run_layers(kv, step, layers)
+            return self._layer_runner.run_layers(kv, step, layers)
+
+    def run_layers_through(self, door: HFDoor | FastDoor) -> None:
+        """Choose the way `run_layers` takes; the target's owner does, never a drafter."""
+        self._layer_runner = door
 
     def _check_layers(self, layers: tuple[int, ...]) -> None:
         count = self.spec.num_layers

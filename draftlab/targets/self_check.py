@@ -20,7 +20,7 @@ _LENGTHS = (17, 13, 15)  # tokens, longer than the windows of tiny targets
 _NO_FEATURES = FeatureRequest()
 # largest difference allowed, as a share of the largest value; rounding grows with the dtype, while
 # a wrong mask or position is off by tenths and more
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.02}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.02}
 # in half precision an expert router may flip on rounding and move single positions far
 _TYPICAL_ONLY = frozenset({torch.bfloat16, torch.float16})
 
@@ -66,7 +66,7 @@ def check_numbers(
         if reference.anatomy.norm is not None:
             taps = [_given(out.features.taps)[0, :, 0] for out in whole]
             found["norm_difference"] = _difference([view.final_norm(t) for t in taps], finals)
-    tolerance = _TOLERANCE[view.dtype]
+    tolerance = TOLERANCE[view.dtype]
     for name, meaning in (
         ("stepwise_difference", "stepwise passes over draftlab's memory give other logits"),
         ("head_difference", "its logits are not head(final state) with a known scale or cap"),
@@ -123,7 +123,7 @@ def compare_doors(
             ):
                 gap = _difference([_given(a).flatten(0, -2)], [_given(b).flatten(0, -2)])
                 differences[name] = max(differences[name], gap)
-    tolerance = _TOLERANCE[view.dtype]
+    tolerance = TOLERANCE[view.dtype]
     for name, value in differences.items():
         if not value <= tolerance:
             raise UnsupportedTarget(

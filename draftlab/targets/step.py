@@ -1,6 +1,6 @@
 """One pass of the target over new positions of some rows, and what comes out of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,17 @@ class Step:
     def slots(self) -> Int[Tensor, "R T"]:
         """KV slot of every column."""
         return self.base.unsqueeze(1) + self.columns
+
+    def within(self, max_positions: int) -> "Step":
+        """Keep every position inside the target's table.
+
+        Only dummies, and drafts that can no longer enter an answer, lie past it.
+        """
+        if self.live <= max_positions:
+            return self
+        limit = (max_positions - 1 - self.base).unsqueeze(1)
+        depths = self.columns if self.depths is None else self.depths
+        return replace(self, depths=torch.minimum(depths, limit))
 
     def visible(self, window: int | None) -> Bool[Tensor, "R T S"]:
         """True where a column may look at a slot; S = live.

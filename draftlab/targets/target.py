@@ -14,6 +14,7 @@ from draftlab.errors import TargetMismatch, UnsupportedTarget
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.adapter import Door, HFDoor
 from draftlab.targets.cache import KVBuffers
+from draftlab.targets.fast import FastDoor
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.fingerprint import fingerprint_tokenizer, fingerprint_weights
 from draftlab.targets.gate import Admission, admit
@@ -79,6 +80,7 @@ class Target:
     def use_door(self, door: Door) -> None:
         """Choose the way passes take from now on, and note it in the report."""
         self.door = door
+        self.view.run_layers_through(door if isinstance(door, FastDoor) else self.reference)
         self.report["kernels"] = door.name
 
     def open_kv(self, slots: int, capacity: int) -> KVBuffers:
@@ -98,6 +100,14 @@ class Target:
                 dtype=self.dtype,
                 device=self.device,
             )
+
+    def encode(self, kv: KVBuffers, slots: list[int], prompts: list[list[int]]) -> list[list[int]]:
+        """Take prompts into their slots; give the tokens that each row decodes from.
+
+        Those are the prompt itself, but for a target with an encoder: it reads the prompt here,
+        once, and decoding begins with its start token.
+        """
+        return prompts
 
     def run(
         self,
@@ -234,13 +244,13 @@ def build_target(
     """
     model.eval().requires_grad_(False)
     reference = HFDoor(model)
-    spec = _describe(model, tokenizer, reference, name, source, quantisation)
+    spec = describe(model, tokenizer, reference, name, source, quantisation)
     view = ModelView(spec, tokenizer, reference)
     admission = admit(reference, view)
     return Target(model, tokenizer, spec, reference=reference, view=view, admission=admission)
 
 
-def _describe(
+def describe(
     model: PreTrainedModel,
     tokenizer: Any,
     reference: HFDoor,
@@ -248,6 +258,7 @@ def _describe(
     source: str,
     quantisation: str,
 ) -> TargetSpec:
+    """Write a model's identity card; refuse a tokenizer with ids that the model has no rows for."""
     config = model.config.get_text_config()
     head, embedding = reference.anatomy.head_weight, reference.anatomy.embedding_weight
     top = max(tokenizer.get_vocab().values())

@@ -65,6 +65,14 @@ class TargetView(ABC):
         """
 
     @abstractmethod
+    def raw_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Read tensors of the checkpoint by the beginning of their names, as they are stored.
+
+        Also what transformers drops, such as multi-token prediction modules; empty where the target
+        came from no safetensors.
+        """
+
+    @abstractmethod
     def run_layers(
         self, kv: KVBuffers, step: Step, layers: tuple[int, ...]
     ) -> Float[Tensor, "R T D"]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import yaml
+from other_vocabulary import other_model
 from toy_drafters import TOYS
 
 from draftlab.data.batch import TokenBatch
@@ -26,7 +27,30 @@ VARIANTS = {
     "medusa-own": {"head": "own", "num_blocks": 2},
     "medusa-low_rank": {"head": "low_rank", "head_rank": 8},
     "medusa-reduced": {"draft_vocab_size": 120},
+    "eagle-reduced": {"draft_vocab_size": 120, "num_layers": 2, "fc_bias": True},
     "eagle3-reduced": {"draft_vocab_size": 120},
+    "self_speculative-exit": {"exit_layer": 2},
+    "suffix-global": {"num_global_tokens": 400},
+    "hybrid-mixed": {"head_accepts": 0.6},  # about half of the rows copy
+    "hetero-slem": {"method": "slem"},
+    "dflash-causal": {"causal": True, "sliding_window": 8, "mask_token_id": 300},
+    "dflash-reduced": {"draft_vocab_size": 120, "max_anchors": 4},
+    "dspark-reduced": {"draft_vocab_size": 120, "markov_table": False, "markov_rank": 16},
+    "hydra-plain": {
+        "prefix_attention": False,
+        "head": "low_rank",
+        "head_rank": 8,
+        "draft_vocab_size": 120,
+        "position_weights": "d_pace",
+        "head_decay": None,
+    },
+    "mtp-mimo": {
+        "attention_bias": True,
+        "hidden_first": True,
+        "draft_vocab_size": 120,
+        "position_weights": "d_pace",
+        "step_decay": None,
+    },
     "draft_model-lora": {"trainable": "lora", "lora_rank": 4, "lora_alpha": 8},
 }
 KINDS = drafter_kinds()
@@ -42,6 +66,8 @@ def settings_of(case):
         path = conf_dir() / "drafter" / f"{case.split('-')[0]}.yaml"
         data = yaml.safe_load(path.read_text(encoding="utf-8")) | VARIANTS.get(case, {})
     data["num_draft_tokens"] = K
+    if data.get("model") == "???":
+        data["model"] = other_model()
     return parse_settings(drafter_class(data["kind"]).settings_class, data)
 
 

@@ -26,7 +26,7 @@ from draftlab.sampling import GREEDY, Sampling
 from draftlab.settings.locate import conf_dir
 from draftlab.targets.tiny import tiny_target
 
-NOT_SERVED = {"ngram", *TOYS}
+NOT_SERVED = {"ngram", "hetero", "hydra", "self_speculative", "suffix", "hybrid", *TOYS}
 SAMPLED = Sampling(temperature=1.0)
 
 

@@ -2,17 +2,19 @@
 
 import pytest
 import torch
+import yaml
 from contract_kit import CASES, KINDS, K, make, some_ids
 from scipy import stats
 from toy_drafters import TOYS
 
-import draftlab.decoding.verify as verify_module
+import draftlab.decoding.rules.chain as chain_rules
 from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.drafters.draft_model import DraftModel, DraftModelSettings
 from draftlab.drafters.store import build_drafter
 from draftlab.sampling import Sampling, process
 from draftlab.settings.base import parse_settings
+from draftlab.settings.locate import conf_dir
 from draftlab.targets.step import Step
 from draftlab.targets.target import build_target
 from draftlab.targets.tiny import TINY_FAMILIES, build_tiny_model, tiny_target, tiny_tokenizer
@@ -23,19 +25,8 @@ FALSE_ALARM = 1e-6  # of a chi-square test whose seed is fixed anyway
 
 
 def decode_settings(**changes):
-    data = {
-        "rule": "auto",
-        "num_draft_tokens": K,
-        "temperature": 0.0,
-        "top_k": None,
-        "top_p": None,
-        "min_p": None,
-        "max_new_tokens": 16,
-        "batch_size": 8,
-        "prefill_tokens": 16,
-        "ignore_eos": False,
-        "seed": 0,
-    }
+    data = yaml.safe_load((conf_dir() / "decode" / "greedy.yaml").read_text())
+    data |= {"num_draft_tokens": K, "max_new_tokens": 16, "batch_size": 8, "prefill_tokens": 16}
     return parse_settings(DecodeSettings, data | changes)
 
 
@@ -146,19 +137,17 @@ def exact_law(narrow_target):
     return law
 
 
-def p_value(target, drafter, law):
+def p_value(target, drafter, law, **changes):
     """Chi-square of sampled answers against the exact law; rare cells are merged."""
-    drawn = answers(
-        target,
-        drafter,
-        [PROMPT] * NUM_SAMPLES,
-        temperature=SAMPLING.temperature,
-        max_new_tokens=LENGTH,
-        batch_size=500,
-        prefill_tokens=8192,
-        ignore_eos=True,
-        num_draft_tokens=LENGTH - 1,
-    )
+    settings = {
+        "temperature": SAMPLING.temperature,
+        "max_new_tokens": LENGTH,
+        "batch_size": 500,
+        "prefill_tokens": 8192,
+        "ignore_eos": True,
+        "num_draft_tokens": LENGTH - 1,
+    }
+    drawn = answers(target, drafter, [PROMPT] * NUM_SAMPLES, **settings | changes)
     counts = {answer: 0 for answer in law}
     for answer in drawn:
         counts[answer] += 1  # an answer outside the support is a KeyError
@@ -174,15 +163,17 @@ def p_value(target, drafter, law):
     return stats.chisquare(observed, wanted).pvalue
 
 
-@pytest.mark.parametrize("case", sorted({*KINDS, *TOYS, "medusa-reduced"}))
+@pytest.mark.parametrize(
+    "case", sorted({*KINDS, *TOYS, "medusa-reduced", "hybrid-mixed", "suffix-global"})
+)
 def test_sampled_answers_follow_the_exact_law(narrow_target, exact_law, case):
     assert p_value(narrow_target, make(case, narrow_target), exact_law) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("case", ["draft_model", "ngram", "toy_self"])
+@pytest.mark.parametrize("case", ["draft_model", "hybrid-mixed", "ngram", "toy_self"])
 def test_a_correction_drawn_from_p_itself_fails_the_same_test(
     narrow_target, exact_law, case, monkeypatch
 ):
     """The negative control: the classic slip must be seen, or the test above proves nothing."""
-    monkeypatch.setattr(verify_module, "residual", lambda p, q: p)
+    monkeypatch.setattr(chain_rules, "residual", lambda p, q: p)
     assert p_value(narrow_target, make(case, narrow_target), exact_law) < FALSE_ALARM

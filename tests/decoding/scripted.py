@@ -1,12 +1,17 @@
 """Decode settings, and a drafter that proposes what a script says, to force any pattern of accepted tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+import yaml
 
 from draftlab.decoding.settings import DecodeSettings
+from draftlab.decoding.timing import DeviceClock
 from draftlab.drafters.base import DraftBudget, Drafter, DrafterSettings, Observation
-from draftlab.drafters.tree import DraftTree, chain_of_points
+from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
+from draftlab.sampling import draw
+from draftlab.settings.locate import conf_dir
 from draftlab.targets.features import FeatureRequest
 
 
@@ -79,18 +84,91 @@ def wrong_from(script, right: int, vocab: int):
     return spoiled
 
 
+GREEDY_YAML = yaml.safe_load((conf_dir() / "decode" / "greedy.yaml").read_text())
+
+
 def decode_settings(**changes):
-    values = {
-        "rule": "auto",
-        "num_draft_tokens": None,
-        "temperature": 0.0,
-        "top_k": None,
-        "top_p": None,
-        "min_p": None,
-        "max_new_tokens": 24,
-        "batch_size": 3,
-        "prefill_tokens": 16,
-        "ignore_eos": True,
-        "seed": 0,
-    }
-    return DecodeSettings(**{**values, **changes})
+    values = {**GREEDY_YAML, "max_new_tokens": 24, "batch_size": 3, "prefill_tokens": 16}
+    values["ignore_eos"] = not changes.get("min_new_tokens")
+    return DecodeSettings.model_validate({**values, **changes})
+
+
+class ScriptedTree(Scripted, kind="scripted_tree", settings=ScriptedSettings):
+    """`script(prefix, depth)` gives nodes as (token, parent, confidence)."""
+
+    grows_trees = True
+
+    def propose(self, state, budget: DraftBudget, uniforms) -> DraftTree:
+        nodes = [self.script(state[row], budget.num_draft_tokens) for row in budget.rows.tolist()]
+        width = max(len(row) for row in nodes)
+        counts = torch.tensor([len(row) for row in nodes])
+        padded = [row + [(0, -1, 0.0)] * (width - len(row)) for row in nodes]
+        tokens, parents = (torch.tensor([[n[i] for n in row] for row in padded]) for i in (0, 1))
+        points = chain_of_points(tokens.reshape(len(nodes), width), counts)
+        sure = torch.tensor([[n[2] for n in row] for row in padded]).reshape(len(nodes), width)
+        return replace(points, parents=parents.reshape(len(nodes), width), confidence=sure)
+
+
+class Markov(Drafter, kind="markov", settings=ScriptedSettings):
+    """Draws each token from a fixed law of the token before it; ids 0..n-1 only.
+
+    `tells` turns (laws [R K n], drawn tokens [R K]) into the confidence: the honest one looks at
+    the laws alone.
+    """
+
+    def __init__(self, laws, num_draft_tokens=3, tells=lambda laws, tokens: laws.amax(-1)):
+        super().__init__()
+        self.settings = ScriptedSettings(kind="markov", num_draft_tokens=num_draft_tokens)
+        self.laws = laws
+        self.tells = tells
+
+    @property
+    def needs(self) -> FeatureRequest:
+        return FeatureRequest()
+
+    def forward(self, batch, features, noise):
+        raise NotImplementedError
+
+    def open(self, slots, capacity, kv):
+        return torch.zeros(slots, dtype=torch.int64)
+
+    def observe(self, state, seen):
+        last = (seen.lengths - 1).clamp_min(0).unsqueeze(1)
+        newest = seen.next_ids.gather(1, last).squeeze(1)
+        state[seen.rows] = torch.where(seen.lengths > 0, newest, state[seen.rows])
+
+    def law_after(self, before, budget):
+        return self.laws[before]
+
+    def propose(self, state, budget: DraftBudget, uniforms) -> DraftTree:
+        before, tokens, laws = state[budget.rows], [], []
+        for k in range(budget.num_draft_tokens):
+            laws.append(self.law_after(before, budget))
+            before = draw(laws[-1], uniforms[:, k])
+            tokens.append(before)
+        chain, law = torch.stack(tokens, 1), torch.stack(laws, 1)
+        rows, depth = chain.shape
+        return DraftTree(
+            chain,
+            chain_parents(rows, depth, chain.device),
+            torch.full((rows,), depth),
+            law,
+            torch.arange(law.shape[2]).expand(rows, depth, -1),
+            self.tells(law, chain),
+        )
+
+    def close(self, state, rows):
+        state[rows] = 0
+
+
+class FakeClock(DeviceClock):
+    """A clock that only `pass_time` moves."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def read(self):
+        return self.seconds
+
+    def pass_time(self, seconds):
+        self.seconds += seconds

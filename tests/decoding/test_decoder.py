@@ -185,11 +185,11 @@ def test_equal_seeds_repeat_and_other_seeds_do_not(target, prompts):
     assert one != other
 
 
-def test_a_rule_that_the_temperature_makes_meaningless_is_refused(target):
-    with pytest.raises(ConfigError, match="rule=speculative at decode"):
-        Decoder(target, None, decode_settings(rule="speculative"))
+def test_a_rule_that_the_temperature_makes_meaningless_is_refused(target, knows):
+    with pytest.raises(ConfigError, match="rule=speculative at temperature 0"):
+        Decoder(target, Scripted(knows), decode_settings(rule="speculative"))
     with pytest.raises(ConfigError, match="rule=exact_match"):
-        Decoder(target, None, decode_settings(rule="exact_match", temperature=1.0))
+        Decoder(target, Scripted(knows), decode_settings(rule="exact_match", temperature=1.0))
 
 
 def test_a_target_that_cannot_be_rolled_back_is_refused_with_the_reason(target, monkeypatch):

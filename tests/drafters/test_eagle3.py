@@ -2,21 +2,34 @@
 
 import dataclasses
 import itertools
-import math
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from eagle_kit import (
+    drafter_ids,
+    expected_chain,
+    features_of,
+    make_batch,
+    observe,
+    opened,
+    paths_of,
+    propose,
+    random_tokens,
+    reference_chain,
+    reference_pass,
+    replayed_laws,
+    samples,
+)
 
-from draftlab.data.batch import TokenBatch
-from draftlab.drafters.base import DraftBudget, Observation
 from draftlab.drafters.eagle3 import Eagle3, Eagle3Settings, default_taps
 from draftlab.drafters.store import build_drafter
+from draftlab.drafters.tree import DynamicTree, StaticTree
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
 from draftlab.randomness import Noise
-from draftlab.sampling import GREEDY, Sampling
+from draftlab.sampling import GREEDY, Sampling, SamplingRows
 from draftlab.settings.base import parse_settings
 from draftlab.targets.tiny import tiny_target
 
@@ -40,118 +53,6 @@ def build(target, vocab_ids=None, seed=0, **changes):
         return Eagle3(settings(**changes), target.view, vocab=vocab)
 
 
-def make_batch(samples, width):
-    """Pack samples [(ids, first learned position)] into rows, as many as fit one after another."""
-    rows, row = [], []
-    for sample in samples:
-        if row and sum(len(ids) for ids, _ in row) + len(sample[0]) > width:
-            rows.append(row)
-            row = []
-        row.append(sample)
-    rows.append(row)
-    shape = (len(rows), width)
-    ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    positions, segments = torch.zeros_like(ids), torch.full_like(ids, -1)
-    sample_ids, number = torch.full_like(ids, -1), 0
-    for b, row in enumerate(rows):
-        start = 0
-        for segment, (tokens, learned) in enumerate(row):
-            end = start + len(tokens)
-            ids[b, start:end] = torch.tensor(tokens)
-            mask[b, start + learned : end] = True
-            positions[b, start:end] = torch.arange(len(tokens))
-            segments[b, start:end] = segment
-            sample_ids[b, start:end] = number
-            number += 1
-            start = end
-    return TokenBatch(ids, mask, positions, segments, sample_ids)
-
-
-def random_tokens(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count,), generator=generator).tolist()
-
-
-def samples():
-    return [(random_tokens(9, 1), 4), (random_tokens(7, 2), 0), (random_tokens(12, 3), 6)]
-
-
-def features_of(target, drafter, ids):
-    batch = make_batch([(ids, 0)], len(ids))
-    return target.read_features(batch, drafter.needs)
-
-
-def rotate_plainly(x, cos, sin):
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-
-
-def reference_pass(drafter, embedded, hidden):
-    """Run rows of (embedding, hidden) through the head as one causal sequence; give all outputs."""
-    sizes = drafter.sizes
-    length = embedded.shape[0]
-    cos, sin = drafter.target.rope(torch.arange(length))
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
-    for i, layer in enumerate(drafter.layers):
-        attention = layer.self_attn
-        if i == 0:
-            normed = layer.hidden_norm(hidden)
-            x = torch.cat([layer.input_layernorm(embedded), normed], -1)
-            residual = normed if drafter.settings.norm_before_residual else hidden
-        else:
-            x, residual = layer.input_layernorm(hidden), hidden
-        q = attention.q_proj(x).view(length, sizes.heads, -1).transpose(0, 1)
-        k = attention.k_proj(x).view(length, sizes.kv_heads, -1).transpose(0, 1)
-        v = attention.v_proj(x).view(length, sizes.kv_heads, -1).transpose(0, 1)
-        groups = sizes.heads // sizes.kv_heads
-        q, k = rotate_plainly(q, cos, sin), rotate_plainly(k, cos, sin)
-        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        scores = q @ k.transpose(1, 2) / math.sqrt(sizes.head_dim)
-        probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        mixed = (probs @ v).transpose(0, 1).reshape(length, -1)
-        residual = residual + attention.o_proj(mixed)
-        hidden = residual + layer.mlp(layer.post_attention_layernorm(residual))
-    return hidden
-
-
-def fuse_taps(drafter, taps):
-    if drafter.fc_norm is not None:
-        taps = torch.stack([n(taps[..., i, :]) for i, n in enumerate(drafter.fc_norm)], -2)
-    joined = taps.flatten(-2)
-    return drafter.fc(joined if drafter.input_norm is None else drafter.input_norm(joined))
-
-
-def reference_chain(drafter, taps, ids, t, steps, forced=True):
-    """Logits of depths 0..steps-1 after observing positions 0..t.
-
-    Tokens come from `ids` when forced; else each depth reads the argmax of the one before.
-    """
-    hidden = fuse_taps(drafter, taps[: t + 1])
-    tokens = list(ids[1 : t + 2])
-    logits = []
-    for s in range(steps):
-        if s > 0:
-            tokens.append(ids[t + 1 + s] if forced else likeliest(drafter, logits[-1]))
-        out = reference_pass(drafter, drafter.target.embed(torch.tensor(tokens)), hidden)[-1]
-        normed = drafter.norm(out)
-        logits.append(normed @ drafter.lm_head.T)
-        fed = normed if drafter.settings.norm_output else out
-        hidden = torch.cat([hidden, fed.unsqueeze(0)])
-    return logits
-
-
-def likeliest(drafter, logits):
-    allowed = drafter_ids(drafter)
-    allowed = allowed[allowed < drafter.target.spec.num_token_ids]  # padding rows come last
-    return allowed[logits[: len(allowed)].argmax()].item()
-
-
-def drafter_ids(drafter):
-    if drafter.vocab is not None:
-        return drafter.vocab.ids
-    return torch.arange(drafter.target.spec.vocab_size)
-
-
 def reference_loss(target, drafter, one_sample):
     """Loss of one sample by running the decode-time chain at every position, token by token."""
     ids, learned = one_sample
@@ -164,7 +65,7 @@ def reference_loss(target, drafter, one_sample):
         depths = [s for s in range(steps) if t + 2 + s < len(ids) and t + 2 + s >= learned]
         if not depths:
             continue
-        chain = reference_chain(drafter, features.taps[0], ids, t, max(depths) + 1)
+        chain = reference_chain(drafter, features, ids, t, max(depths) + 1)
         for s in depths:
             p = target.view.head(features.final[0, t + 1 + s]).softmax(-1)
             q = chain[s].softmax(-1)
@@ -292,39 +193,6 @@ def test_tap_noise_is_on_in_training_only_and_repeats_with_its_key(target):
 # ---------------------------------------------------------------- decoding
 
 
-def observe(drafter, state, target, rows, texts, spans):
-    """Observe positions [start, end) of each text; texts hold one token more than is observed."""
-    width = max(end - start for start, end in spans)
-    taps = torch.zeros(len(rows), width, len(drafter.needs.tap_layers), 64, dtype=torch.float64)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    next_ids = torch.zeros_like(ids)
-    for r, (text, (start, end)) in enumerate(zip(texts, spans, strict=True)):
-        found = features_of(target, drafter, text[:-1]).taps[0, start:end]
-        taps[r, : end - start] = found
-        taps[r, end - start :] = 1e3  # what lies past a row's length must not matter
-        ids[r, : end - start] = torch.tensor(text[start:end])
-        next_ids[r, : end - start] = torch.tensor(text[start + 1 : end + 1])
-    lengths = torch.tensor([end - start for start, end in spans])
-    seen = Observation(torch.tensor(rows), ids, lengths, next_ids, taps, None)
-    drafter.observe(state, seen)
-
-
-def propose(drafter, state, rows, depth, sampling=GREEDY):
-    uniforms = torch.rand(len(rows), depth, generator=torch.Generator().manual_seed(7))
-    budget = DraftBudget(torch.tensor(rows), depth, sampling)
-    return drafter.propose(state, budget, uniforms.double())
-
-
-def expected_chain(drafter, target, text, depth):
-    taps = features_of(target, drafter, text[:-1]).taps[0]
-    logits = reference_chain(drafter, taps, text, len(text) - 2, depth, forced=False)
-    return [likeliest(drafter, x) for x in logits]
-
-
-def opened(drafter, target, slots=3, capacity=40):
-    return drafter.open(slots, capacity, target.open_kv(slots, capacity))
-
-
 @pytest.mark.parametrize("vocab_ids", [None, REDUCED], ids=["whole", "reduced"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_proposals_are_the_chain_that_training_unrolled(target, variant, vocab_ids):
@@ -431,11 +299,11 @@ def test_the_reported_law_is_the_softmax_at_the_temperature_and_what_tokens_are_
     state = opened(drafter, target)
     observe(drafter, state, target, [1], [text], [(0, 6)])
     tree = propose(drafter, state, [1], 3, Sampling(temperature=0.7))
-    taps = features_of(target, drafter, text[:-1]).taps[0]
+    features = features_of(target, drafter, text[:-1])
     drawn = [*text, *tree.tokens[0].tolist()]
     ids = tree.law_ids[0, 0]
     uniforms = torch.rand(1, 3, generator=torch.Generator().manual_seed(7))
-    for k, logits in enumerate(reference_chain(drafter, taps, drawn, 5, 3)):
+    for k, logits in enumerate(reference_chain(drafter, features, drawn, 5, 3)):
         logits = logits if vocab_ids is not None else logits[:261]
         law = (logits / 0.7).softmax(-1)
         assert torch.allclose(tree.law_probs[0, k], law)
@@ -469,6 +337,122 @@ def test_every_family_trains_and_drafts(family):
     state = opened(drafter, other)
     observe(drafter, state, other, [0], [random_tokens(9, 4)], [(0, 8)])
     assert propose(drafter, state, [0], 3).num_nodes.tolist() == [3]
+
+
+# ---------------------------------------------------------------- trees
+
+BUSHY = StaticTree(parents=(-1, -1, 0, 0, 1, 2, 2, 4), ranks=(0, 1, 0, 1, 0, 0, 1, 0))
+CHAIN = StaticTree(parents=(-1, 0, 1), ranks=(0, 0, 0))
+DYNAMIC = DynamicTree(num_nodes=9, top_k=3, depth=4)
+HOT = Sampling(temperature=0.7)
+
+
+@pytest.mark.parametrize("vocab_ids", [None, REDUCED], ids=["whole", "reduced"])
+@pytest.mark.parametrize("variant", ["default", "two layers", "3.0"])
+def test_every_node_of_a_tree_is_what_a_chain_along_its_path_would_say(target, variant, vocab_ids):
+    drafter = build(target, vocab_ids, **VARIANTS[variant])
+    texts = [random_tokens(9, 11), random_tokens(5, 12)]
+    state = opened(drafter, target)
+    observe(drafter, state, target, [2, 0], texts, [(0, 8), (0, 4)])
+    drawn = propose(drafter, state, [0, 2], 4, HOT, tree=BUSHY)
+    points = propose(drafter, state, [0, 2], 4, tree=BUSHY)
+    dynamic = propose(drafter, state, [0, 2], 4, tree=DYNAMIC)
+    columns = {int(token): i for i, token in enumerate(drawn.law_ids[0, 0])}
+    for row, text in enumerate(reversed(texts)):
+        paths = paths_of(drawn, row)
+        laws = replayed_laws(drafter, target, text, paths, temperature=0.7)
+        for node, law in enumerate(laws):
+            order = law.sort(descending=True).values
+            siblings = [n for n in range(node) if BUSHY.parents[n] == BUSHY.parents[node]]
+            assert abs(drawn.confidence[row, node] - order[len(siblings)]) < 1e-10
+            for sibling in siblings:
+                law[columns[int(drawn.tokens[row, sibling])]] = 0
+            assert torch.allclose(drawn.law_probs[row, node], law / law.sum(), atol=1e-10)
+        for tree in (points, dynamic):
+            paths = paths_of(tree, row)
+            for node, law in enumerate(replayed_laws(drafter, target, text, paths)):
+                own = law[columns[int(tree.tokens[row, node])]]
+                assert abs(tree.confidence[row, node] - own) < 1e-10
+                assert int((law > own).sum()) == sum(
+                    bool(tree.parents[row, n] == tree.parents[row, node]) for n in range(node)
+                )
+
+
+def test_a_tree_without_branches_is_the_chain(target):
+    drafter = build(target, REDUCED)
+    state = opened(drafter, target)
+    observe(drafter, state, target, [1], [random_tokens(7, 3)], [(0, 6)])
+    for sampling in (GREEDY, HOT):
+        chain, tree = (propose(drafter, state, [1], 3, sampling, tree=t) for t in (None, CHAIN))
+        assert chain.tokens.equal(tree.tokens)
+        assert torch.allclose(chain.law_probs.double(), tree.law_probs.double())
+
+
+@pytest.mark.parametrize("shape", [BUSHY, DYNAMIC], ids=["static", "dynamic"])
+def test_nothing_of_a_tree_outlives_its_round(target, shape):
+    drafter = build(target, num_layers=2)
+    text = random_tokens(12, 30)
+    state, fresh = opened(drafter, target), opened(drafter, target)
+    observe(drafter, state, target, [0], [text[:7]], [(0, 6)])
+    before = propose(drafter, state, [0], 4)
+    first = propose(drafter, state, [0], 4, tree=shape)
+    assert propose(drafter, state, [0], 4).tokens.equal(before.tokens)
+    assert propose(drafter, state, [0], 4, tree=shape).tokens.equal(first.tokens)
+    observe(drafter, state, target, [0], [text[:9]], [(6, 8)])
+    observe(drafter, fresh, target, [0], [text[:9]], [(0, 8)])
+    again, expected = (propose(drafter, s, [0], 4, tree=shape) for s in (state, fresh))
+    assert again.tokens.equal(expected.tokens)
+    assert torch.allclose(again.confidence, expected.confidence)
+
+
+@pytest.mark.parametrize("shape", [BUSHY, DYNAMIC], ids=["static", "dynamic"])
+def test_rows_of_a_tree_do_not_depend_on_each_other(target, shape):
+    drafter = build(target)
+    state = opened(drafter, target, capacity=12)
+    texts = [random_tokens(12, 1), random_tokens(5, 2)]
+    observe(drafter, state, target, [1, 2], texts, [(0, 11), (0, 4)])  # row 1 is at its capacity
+    shared = propose(drafter, state, [0, 1, 2], 4, tree=shape)
+    alone = propose(drafter, state, [2], 4, tree=shape)
+    assert shared.num_nodes.tolist() == [0, shared.tokens.shape[1], shared.tokens.shape[1]]
+    assert shared.tokens[2].equal(alone.tokens[0])
+    assert shared.parents[2].equal(alone.parents[0])
+
+
+def test_a_chain_tells_how_sure_it_is_before_it_draws_and_ends_when_it_is_not(target):
+    drafter = build(target, REDUCED)
+    text = random_tokens(7, 3)
+    state = opened(drafter, target)
+    observe(drafter, state, target, [0], [text], [(0, 6)])
+    assert propose(drafter, state, [0], 4, HOT).confidence is None
+    told = propose(drafter, state, [0], 4, HOT, min_confidence=0.0)
+    laws = replayed_laws(drafter, target, text, paths_of(told, 0), temperature=0.7)
+    assert torch.allclose(told.confidence[0], torch.stack([law.max() for law in laws]))
+    assert told.num_nodes.tolist() == [4]
+    other = propose(drafter, state, [0], 4, HOT, min_confidence=0.0, seed=8)
+    assert not told.tokens.equal(other.tokens)
+    assert told.confidence[0, 0] == other.confidence[0, 0]
+
+    bar = float(told.confidence[0].min()) + 1e-6
+    first = int((told.confidence[0] < bar).int().argmax())
+    cut = propose(drafter, state, [0], 4, HOT, min_confidence=bar)
+    assert cut.num_nodes.tolist() == [first]
+    assert cut.tokens[0, :first].equal(told.tokens[0, :first])
+    assert propose(drafter, state, [0], 4, HOT, min_confidence=1.1).num_nodes.tolist() == [0]
+
+
+def test_rows_at_temperatures_of_their_own_draft_as_they_would_alone(target):
+    drafter = build(target, REDUCED)
+    state = opened(drafter, target)
+    texts = [random_tokens(6, 1), random_tokens(9, 2)]
+    observe(drafter, state, target, [0, 1], texts, [(0, 5), (0, 8)])
+    laws = SamplingRows.of([GREEDY, HOT], torch.device("cpu"))
+    for shape in (None, BUSHY, DYNAMIC):
+        both = propose(drafter, state, [0, 1], 4, laws, tree=shape)
+        greedy = propose(drafter, state, [0], 4, tree=shape)
+        assert both.tokens[0].equal(greedy.tokens[0])
+        hot = propose(drafter, state, [0, 1], 4, HOT, tree=shape)
+        assert both.tokens[1].equal(hot.tokens[1])
+        assert torch.allclose(both.law_probs[1], hot.law_probs[1])
 
 
 # ---------------------------------------------------------------- construction

@@ -6,6 +6,8 @@ import torch
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters.base import DraftBudget, Observation, num_trainable
 from draftlab.drafters.medusa import Medusa, MedusaSettings
+from draftlab.drafters.store import load_drafter, save_drafter
+from draftlab.drafters.tree import DynamicTree, StaticTree
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
 from draftlab.objectives.named import objective
@@ -198,10 +200,118 @@ def test_a_tied_drafter_hands_out_one_shared_head(target):
 
 def test_nothing_of_the_target_is_saved_or_trained_when_tied(target):
     drafter = build(target)
-    assert {name.split(".")[0] for name in drafter.state_dict()} == {"blocks"}
+    assert {name.split(".")[0] for name in drafter.state_dict()} == {"blocks", "rank_hits"}
     loss = drafter(
         one_sample(target), target.read_features(one_sample(target), drafter.needs), Noise(0)
     )
     loss.total.backward()
     assert isinstance(target.read_features(one_sample(target), drafter.needs), TargetFeatures)
     assert all(p.grad is None for p in target.model.parameters())
+
+
+# ---------------------------------------------------------------- trees
+
+BUSHY = StaticTree(parents=(-1, -1, 0, 0, 1, 2), ranks=(0, 1, 0, 2, 0, 0))
+
+
+@torch.no_grad()
+def tree_proposal(drafter, target, hidden, shape, sampling=GREEDY, **more):
+    draws = torch.linspace(0.05, 0.95, 6, dtype=torch.float64).unsqueeze(0)
+    budget = DraftBudget(torch.tensor([0]), HEADS, sampling, tree=shape, **more)
+    return drafter.propose(state_after(drafter, target, hidden), budget, draws)
+
+
+def test_a_tree_is_a_product_of_what_the_heads_say(target):
+    drafter = stir(build(target, head="own"))
+    hidden = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    known = target.spec.num_token_ids
+    laws = [
+        (drafter.blocks[k](hidden) @ drafter.lm_heads[k].weight.T)[:known].softmax(-1)
+        for k in range(HEADS)
+    ]
+    tree = tree_proposal(drafter, target, hidden, BUSHY)
+    for node, (depth, rank) in enumerate(zip((0, 0, 1, 1, 1, 2), BUSHY.ranks, strict=True)):
+        best = laws[depth].sort(descending=True)
+        assert tree.tokens[0, node] == best.indices[rank]
+        assert torch.isclose(tree.confidence[0, node], best.values[rank])
+    grown = tree_proposal(drafter, target, hidden, DynamicTree(num_nodes=6, top_k=2, depth=3))
+    assert set(grown.tokens[0].tolist()) <= {int(i) for law in laws for i in law.topk(2).indices}
+
+
+def test_drawn_siblings_follow_the_targets_own_filters(target):
+    drafter = stir(build(target, head="own"))
+    hidden = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    sampling = Sampling(temperature=0.7, top_k=20)
+    tree = tree_proposal(drafter, target, hidden, BUSHY, sampling)
+    logits = (drafter.blocks[0](hidden) @ drafter.lm_heads[0].weight.T).detach()
+    logits[target.spec.num_token_ids :] = -torch.inf
+    assert torch.allclose(tree.law_probs[0, 0], process(logits, sampling))
+    logits[tree.tokens[0, 0]] = -torch.inf
+    assert torch.allclose(tree.law_probs[0, 1], process(logits, sampling))
+
+
+def test_a_chain_tells_the_largest_probability_of_each_head_when_asked(target):
+    drafter = stir(build(target))
+    hidden = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    assert proposal(drafter, target, hidden).confidence is None
+    chain = tree_proposal(drafter, target, hidden, None, min_confidence=0.0)
+    tree = tree_proposal(drafter, target, hidden, StaticTree((-1, 0, 1), (0, 0, 0)))
+    assert torch.allclose(chain.confidence, tree.confidence)
+
+
+def test_trees_deeper_than_the_heads_are_refused(target):
+    with pytest.raises(ConfigError, match=r"depth of the tree=4 is more than .* num_heads=3"):
+        tree_proposal(
+            build(target), target, torch.zeros(64).double(), DynamicTree(8, top_k=2, depth=4)
+        )
+
+
+def counted(target, drafter):
+    batches = []
+    for length in (12, 30):
+        batch = one_sample(target, length)
+        batches.append((batch, target.read_features(batch, drafter.needs)))
+    drafter.measure_ranks(batches)
+    return batches
+
+
+@pytest.mark.parametrize("vocab_ids", [None, torch.arange(0, 240, 2)], ids=["whole", "reduced"])
+@pytest.mark.parametrize("head", ["own", "tied"])
+def test_ranks_are_counted_by_the_targets_own_choices(target, head, vocab_ids):
+    vocab = None if vocab_ids is None else DraftVocab(vocab_ids, 320)
+    drafter = stir(build(target, vocab=vocab, head=head))
+    counted(target, drafter)
+    batches = counted(target, drafter)  # a second time replaces the first
+    expected = torch.zeros(HEADS, 11, dtype=torch.int64)
+    for batch, features in batches:
+        final = features.final[0]
+        for s in batch.shifted_mask(1)[0].nonzero().flatten().tolist():
+            chosen = target.view.head(final[s]).argmax()
+            for k in range(HEADS):
+                if s - 1 - k < 0:
+                    continue
+                tied = target.view.head_rows(vocab_ids)
+                rows = tied if head == "tied" else drafter.lm_heads[k].weight
+                logits = drafter.blocks[k](final[s - 1 - k]) @ rows[:261].T  # the rest is padding
+                order = logits.argsort(descending=True)
+                order = order if vocab_ids is None else vocab_ids[order]
+                rank = (order == chosen).nonzero().flatten()
+                expected[k, 10] += 1
+                if len(rank) and rank < 10:
+                    expected[k, int(rank)] += 1
+    assert drafter.rank_hits.equal(expected)
+
+
+def test_the_best_tree_comes_from_the_counts_and_travels_with_the_heads(target, tmp_path):
+    drafter = build(target)
+    with pytest.raises(ConfigError, match="no counts of how often"):
+        drafter.best_tree(4)
+    drafter.rank_hits[:, 10] = 100
+    drafter.rank_hits[0, :3] = torch.tensor([60, 25, 5])
+    drafter.rank_hits[1, :2] = torch.tensor([50, 10])
+    expected = StaticTree(parents=(-1, -1, 0, 1), ranks=(0, 1, 0, 0))
+    assert drafter.best_tree(4) == expected
+    save_drafter(drafter.bfloat16(), tmp_path, extra={})
+    loaded = load_drafter(tmp_path, target.view)
+    assert loaded.rank_hits.equal(drafter.rank_hits)
+    assert loaded.best_tree(4) == expected

@@ -4,8 +4,10 @@ import torch
 from draftlab.drafters.vocab import (
     DraftVocab,
     choose_vocab,
+    describe_coverage,
     judged_rows,
     kept_target_head,
+    measure_coverage,
     required_ids,
 )
 from draftlab.errors import ConfigError
@@ -96,3 +98,33 @@ def test_a_whole_vocabulary_has_no_kept_rows():
 def test_an_eighth_of_predictions_is_judged_by_position_in_the_sample():
     positions = torch.tensor([0, 1, 7, 8, 9, 16, 0, 24])
     assert judged_rows(positions).tolist() == [True, False, False, True, False, True, True, True]
+
+
+def test_coverage_and_ceilings_are_told_by_domain_and_together():
+    target = tiny_target(num_hidden_layers=2)
+    learned = {"code": torch.tensor([0, 1, 3, 4]), "chat": torch.tensor([3, 6])}
+    finals = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    chat, code, whole = measure_coverage(KEPT, target.view, learned, {"code": finals})
+    law = target.view.head(finals).softmax(-1)
+    assert (chat.domain, chat.tokens, chat.argmax, chat.mass) == ("chat", 1.0, None, None)
+    assert (code.num_tokens, code.tokens, code.num_judged) == (4, 0.5, 9)
+    assert code.mass == pytest.approx(law[:, ::3].sum(-1).mean().item(), rel=1e-4)
+    assert code.argmax == pytest.approx((law.argmax(-1) % 3 == 0).double().mean().item())
+    assert (whole.domain, whole.num_tokens, whole.mass) == ("all", 6, code.mass)
+    assert whole.tokens == pytest.approx(4 / 6)
+
+
+def test_the_table_has_a_line_for_every_domain_and_warns_of_a_long_tail():
+    target = tiny_target(num_hidden_layers=2)
+    learned = {"code": torch.tensor([0, 1]), "chat": torch.tensor([3] * 20)}
+    text = describe_coverage(KEPT, measure_coverage(KEPT, target.view, learned, {}))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["chat", "20", "100.0", "%", "-", "-"] in lines
+    assert ["all", "22", "95.5", "%", "-", "-"] in lines
+    assert "long tail: 1 of 2 domains are below 95.0 % (code 50.0 %)" in text
+
+
+def test_no_warning_where_every_domain_is_covered():
+    target = tiny_target(num_hidden_layers=2)
+    found = measure_coverage(KEPT, target.view, {"chat": torch.tensor([3, 6])}, {})
+    assert "long tail" not in describe_coverage(KEPT, found)

@@ -104,8 +104,8 @@ def test_a_near_tie_is_excused_only_while_identity_is_not_required(target, answe
 def test_logits_that_are_no_numbers_are_never_excused(target, answers, monkeypatch):
     from draftlab.evaluation import lossless
 
-    real = lossless._run_at
-    monkeypatch.setattr(lossless, "_run_at", lambda *a, **k: real(*a, **k) * float("nan"))
+    real = lossless.run_at
+    monkeypatch.setattr(lossless, "run_at", lambda *a, **k: real(*a, **k) * float("nan"))
     assert audited(target, answers[:1]).num_defects == 12
 
 

@@ -1,0 +1,84 @@
+"""What `draftlab generate` is asked: one text, or many from a file or from stdin."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import ConfigError
+
+_CHATS = (".jsonl", ".json", ".parquet")
+_STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chat whose next turn is asked for.
+
+    Attributes:
+        title: the last thing said, for people.
+        messages: turns, the last one a user's or a tool's.
+        tools: tool descriptions, or None.
+    """
+
+    title: str
+    messages: tuple[Any, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+def read_questions(prompt: str | None, prompts: str | None, cache_dir: Path) -> list[Question]:
+    """Read what is asked.
+
+    Args:
+        prompt: one text, or "-" for the whole of stdin.
+        prompts: a file, or "-" for stdin: a text a line, or chats if its name says so.
+        cache_dir: folder in which the `datasets` library may keep its files.
+
+    Raises:
+        ConfigError: nothing, or both, or a file that is not there or asks nothing.
+        DataError: lines that are no chats, each named.
+    """
+    if (prompt is None) == (prompts is None):
+        raise ConfigError(
+            'pass either prompt="..." or prompts=FILE'
+            + ("" if prompt is None else f"; not both prompt={prompt!r} and prompts={prompts}")
+        )
+    if prompts is None:
+        text = sys.stdin.read().strip() if prompt == _STDIN else prompt
+        if not text:
+            raise ConfigError('nothing to answer: the prompt is empty; pass prompt="..."')
+        return [_ask(text)]
+    if Path(prompts).suffix in _CHATS:
+        found = _read_chats(Path(prompts).expanduser(), cache_dir)
+    else:
+        found = [_ask(line.strip()) for line in _read_lines(prompts) if line.strip()]
+    if not found:
+        raise ConfigError(f"prompts={prompts} asks nothing: expected a prompt a line")
+    return found
+
+
+def _ask(text: str) -> Question:
+    return Question(text, ({"role": "user", "content": text},))
+
+
+def _read_lines(prompts: str) -> list[str]:
+    if prompts == _STDIN:
+        return sys.stdin.read().splitlines()
+    path = Path(prompts).expanduser()
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read prompts={path}: {error}") from None
+
+
+def _read_chats(path: Path, cache_dir: Path) -> list[Question]:
+    from draftlab.data.conversations import read_files, to_prompt
+
+    if not path.is_file():
+        raise ConfigError(f"prompts={path} does not exist; expected a file of chats")
+    chats = map(to_prompt, read_files([path], cache_dir=cache_dir).conversations)
+    return [
+        Question(str(chat.messages[-1]["content"] or ""), chat.messages, chat.tools)
+        for chat in chats
+        if chat is not None
+    ]

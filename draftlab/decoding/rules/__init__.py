@@ -1,0 +1,1 @@
+"""The rules, one file each; `draftlab.decoding.verify` is the door to them."""

@@ -1,0 +1,86 @@
+"""`draftlab bench decode` on a tiny target: what the table says, what is refused, vLLM as a peer."""
+
+import json
+import sys
+
+import pytest
+
+from draftlab.cli.bench_peers import find_vllm
+from draftlab.cli.main import main
+from draftlab.errors import ConfigError
+
+SMALL = ["bench", "decode", "target=tiny", "bench.prompts=2", "bench.tokens=6"]
+# stands in for vLLM: answers "1 2 3 ..." and says what it was asked for
+FAKE_VLLM = """
+import json, os
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, **given): self.given = given
+class Out:
+    def __init__(self, ids): self.token_ids = ids
+class Answer:
+    def __init__(self, ids): self.outputs = [Out(ids)]
+class LLM:
+    def __init__(self, **given):
+        assert given["dtype"] == "float32" and os.path.isfile(given["model"] + "/config.json")
+        self.given = given
+    def generate(self, prompts, limits, use_tqdm):
+        assert limits.given["temperature"] == 0.0 and prompts[0]["prompt_token_ids"]
+        return [Answer(list(range(1, 1 + limits.given["max_tokens"])))]
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return sys.executable
+
+
+def test_every_arm_has_a_line_and_the_json_says_the_same(capsys, tmp_path, fake_vllm):
+    words = [f"bench.out={tmp_path / 'b.json'}", f"bench.vllm_python={fake_vllm}"]
+    assert main([*SMALL, *words, "target.dtype=float32"]) == 0
+    out = capsys.readouterr().out
+    arms = ("transformers", "transformers lookup", "draftlab", "draftlab ngram", "vllm")
+    assert all(f"\n {arm} " in out for arm in arms)
+    for told in ("2 prompts x 1, at most 6 tokens", "tiny-llama", "threads", "torch 2"):
+        assert told in out
+    record = json.loads((tmp_path / "b.json").read_text())
+    lines = {line["arm"]: line for line in record["arms"]}
+    assert set(lines) == {*arms, "vllm ngram"}
+    ngram = lines["draftlab ngram"]
+    model = ngram["model"]
+    assert ngram["tau"] == model["tau"] >= 1
+    parts = model["draft_s"] + model["verify_s"] + model["misc_s"]
+    assert model["predicted"] == pytest.approx(model["tau"] * model["plain_s"] / parts)
+    assert model["gap"] == pytest.approx(model["measured"] / model["predicted"] - 1)
+    assert 0 < ngram["host_share"] < 1
+    assert ngram["num_identical_to_draftlab"] == 2
+    assert lines["vllm"]["over draftlab"]["value"] > 0
+    assert lines["vllm"]["num_identical_to_draftlab"] == 0
+
+
+def test_a_python_without_vllm_is_one_line_and_named_ones_are_checked(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    told = find_vllm("")
+    assert isinstance(told, str)
+    assert "bench.vllm_python=PATH" in told
+    with pytest.raises(ConfigError, match="no such file"):
+        find_vllm(str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="has no vllm installed"):
+        find_vllm(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("bench.prompts=0", "bench.prompts='0': expected a number of at least 1"),
+        ("bench.prompt=3", "unknown option 'prompt=3'"),
+        ("eval.repeats=2", "eval.repeats=2 has no effect on bench decode"),
+        ("decode=sampled", "bench decode compares greedy decoding"),
+    ],
+)
+def test_words_that_cannot_take_effect_are_refused(word, message, capsys):
+    assert main([*SMALL, word]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Proofs that cross rooms: the engine's whole law, dead memory, observed paths, seeded bugs."""
