@@ -42,7 +42,9 @@ def run(args: list[str]) -> int:
         "processes": f"{hardware.num_processes} x {hardware.threads} threads ({hardware.kind})",
         "target weights": f"{describe_bytes(estimate.memory_bytes)} of memory, "
         f"{describe_bytes(memory_bytes())} in this machine",
-        "features": f"at most {describe_bytes(estimate.disk_bytes)} of disk, "
+        "features": f"{_or_unknown(estimate.token_bytes, 'bytes')} a token "
+        f"({settings.regenerate.features_dtype} dtype), about "
+        f"{describe_bytes(estimate.disk_bytes)} of disk at answers of full length, "
         f"{describe_bytes(free_bytes(settings.paths.outputs))} free",
         "minutes": _minutes(estimate.minutes),
         "would write": f"{settings.paths.outputs / (composed.recipe or 'adhoc')}/TIME-ID/",
@@ -68,4 +70,4 @@ def _minutes(bound: float | None) -> str:
 
 
 def _or_unknown(count: int | None, what: str) -> str:
-    return f"unknown number of {what}" if count is None else f"{count} {what}"
+    return f"unknown number of {what}" if count is None else f"{count:,} {what}"

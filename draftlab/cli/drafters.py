@@ -153,4 +153,4 @@ def _settings_of_kind(name: str) -> DrafterSettings:
 
 def _starts_useful(settings: DrafterSettings) -> bool:
     """A draft model loaded from a folder or hub is useful without training."""
-    return bool(getattr(settings, "name", None))
+    return bool(getattr(settings, "model", None))

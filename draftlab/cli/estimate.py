@@ -8,10 +8,11 @@ from draftlab.cli.disk import describe_bytes, free_bytes
 from draftlab.cli.schema import RunSettings
 from draftlab.data.loader import read_split
 from draftlab.errors import ConfigError
+from draftlab.targets.features import FeatureRequest
 from draftlab.targets.settings import TargetSettings
 
-# a drafter seldom asks for more: three taps and the final hidden state
-_VECTORS_A_TOKEN = 4
+# where nobody can tell before the target is here: three taps and the final hidden state
+_USUAL_NEEDS = FeatureRequest((1, 2, 3), wants_final=True)
 _PROMPT_TOKENS = 100  # of a usual prompt; answers are bounded by max_new_tokens
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 4}
 
@@ -36,12 +37,14 @@ class Estimate:
     Attributes:
         num_prompts: chats read for training.
         memory_bytes: the target's weights in memory.
-        disk_bytes: at most this much is written below paths.outputs.
+        token_bytes: what the hidden states of one token take on disk, exactly.
+        disk_bytes: about this much, at answers of full length, is written below paths.outputs.
         minutes: bound on the optimizer steps.
     """
 
     num_prompts: int | None
     memory_bytes: int | None
+    token_bytes: int | None
     disk_bytes: int | None
     minutes: float | None
 
@@ -57,15 +60,19 @@ def estimate_run(settings: RunSettings) -> Estimate:
         reading = read_split(settings.data, "train", settings.paths.cache)
         num_prompts = len(reading.conversations)
     sizes = find_target_sizes(settings.target)
-    disk = None
+    token, disk = None, None
     captures = settings.data.answers == "target" and settings.regenerate.capture_features
     if sizes and num_prompts is not None and captures:
+        from draftlab.cli.feature_size import bytes_of_token, foresee_needs
+
+        needs = foresee_needs(settings.drafter, settings.target) or _USUAL_NEEDS
+        token = bytes_of_token(needs, sizes.hidden_size, settings)
         answers = num_prompts * settings.regenerate.answers_per_prompt
-        tokens = answers * (settings.regenerate.max_new_tokens + _PROMPT_TOKENS)
-        disk = tokens * _VECTORS_A_TOKEN * sizes.hidden_size * 2
+        disk = token * answers * (settings.regenerate.max_new_tokens + _PROMPT_TOKENS)
     return Estimate(
         num_prompts=num_prompts,
         memory_bytes=sizes.num_parameters * _BYTES[settings.target.dtype] if sizes else None,
+        token_bytes=token,
         disk_bytes=disk,
         minutes=settings.train.max_minutes,
     )
@@ -82,8 +89,9 @@ def require_disk(estimate: Estimate, outputs: Path) -> None:
         raise ConfigError(
             f"{outputs} has {describe_bytes(free)} free and this run may write "
             f"{describe_bytes(estimate.disk_bytes)} of the target's features; pass "
-            "paths.outputs=FOLDER on another disk, regenerate.capture_features=false (training "
-            "then runs the target again), or data.max_samples=N"
+            "paths.outputs=FOLDER on another disk, regenerate.features_dtype=fp8 (half of bf16), "
+            "regenerate.capture_features=false (training then runs the target again), or "
+            "data.max_samples=N"
         )
 
 

@@ -20,6 +20,8 @@ _LEAST_TRAINING_S = 20.0
 # every prompt answered shortly teaches more than half of them at length: 768 answers of 54 tokens
 # gave tau 1.46 on unseen prompts where 363 of 105 gave 1.39
 _ANSWER_SIZES = ((160, 105), (128, 92), (96, 74), (64, 54), (48, 43))
+_ENOUGH_PROMPTS = 384  # with so many answered, they are not shortened below the next
+_SHORT_ANSWER = 64
 
 # richest first: prompts a domain, answer tokens, timed prompts a domain, timed tokens
 _EVAL_SIZES = (
@@ -135,7 +137,15 @@ def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) 
     rest = max(_LEAST_TRAINING_S, left - 2 * eval_s)
     allowed = 0.42 * rest
     rounds = {limit: num_prompts * mean / rates.answering for limit, mean in _ANSWER_SIZES}
-    limit = next((limit for limit, needed in rounds.items() if needed <= allowed), min(rounds))
+    limit = next(
+        (
+            limit
+            for limit, needed in rounds.items()
+            if needed <= allowed
+            or (limit == _SHORT_ANSWER and num_prompts * allowed / needed >= _ENOUGH_PROMPTS)
+        ),
+        min(rounds),
+    )
     one_round_s = rounds[limit]
     answers = max(1, min(4, int(allowed / one_round_s)))
     answer_s = min(answers * one_round_s, allowed)

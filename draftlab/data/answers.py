@@ -5,7 +5,8 @@ In: records (and captured hidden states) of one shard. Out: `Sample`s to train o
 
 A store is a folder:
     manifest.json                what the answers depend on: target, template, sampling, prompts
-    shard-00012.safetensors      captured taps and final hidden states, where they were asked for
+    shard-00012.safetensors      captured taps and final hidden states, where they were asked for,
+                                 as feature_bytes.py lays them out
     shard-00012.jsonl            a header line, then a record a line; written last: it is the commit
 A shard killed half-way leaves no .jsonl, so it is missing and is run again.
 """
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from draftlab.data.feature_bytes import FeatureDtype, lay_out_vectors
 from draftlab.data.packing import Sample
 from draftlab.data.records import Message
 from draftlab.errors import DataError
@@ -123,6 +125,8 @@ class ShardStore:
         index: int,
         records: Sequence[AnswerRecord],
         features: Sequence[AnswerFeatures] | None = None,
+        *,
+        features_dtype: FeatureDtype = "target",
     ) -> None:
         """Commit a shard as a whole; an older one of the same number is replaced.
 
@@ -130,6 +134,7 @@ class ShardStore:
             index: number of the shard, 0 or more.
             records: its answers, in the order of its prompts.
             features: hidden states, one a record; None when none were captured.
+            features_dtype: what they are written in.
 
         Raises:
             DataError: features do not belong to the records.
@@ -137,7 +142,7 @@ class ShardStore:
         if len(records) >= _MAX_RECORDS:
             raise DataError(f"shard {index} has {len(records)} records, expected < {_MAX_RECORDS}")
         jsonl, tensors = self._path(index, "jsonl"), self._path(index, "safetensors")
-        laid = None if features is None else _lay_out(index, records, features)
+        laid = None if features is None else _lay_out(index, records, features, features_dtype)
         jsonl.unlink(missing_ok=True)  # from here on the shard is missing until its last rename
         if laid is None:
             tensors.unlink(missing_ok=True)
@@ -216,7 +221,10 @@ class ShardStore:
 
 
 def _lay_out(
-    index: int, records: Sequence[AnswerRecord], features: Sequence[AnswerFeatures]
+    index: int,
+    records: Sequence[AnswerRecord],
+    features: Sequence[AnswerFeatures],
+    dtype: FeatureDtype,
 ) -> dict[str, Tensor]:
     if len(features) != len(records) or not records:
         raise DataError(
@@ -235,7 +243,7 @@ def _lay_out(
                     f"shard {index}: {name} of prompt {record.prompt_id} has {length} rows for "
                     f"{record.num_tokens} tokens; expected as many, or one less"
                 )
-        laid[name] = torch.cat(parts).contiguous()
+        laid |= lay_out_vectors(name, torch.cat(parts), dtype)
         lengths = torch.tensor([0, *(len(part) for part in parts)])
         offsets = lengths.cumsum(0)
         if "offsets" in laid and not torch.equal(laid["offsets"], offsets):

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from draftlab.data.batch import TokenBatch
+from draftlab.data.feature_bytes import take_vectors
 from draftlab.errors import DataError
 from draftlab.shapes import Bool, Float, Int, Tensor
 
@@ -63,12 +64,9 @@ class Sample:
             offsets = file.get_tensor("offsets")
             start, end = offsets[self.features_slot : self.features_slot + 2].tolist()
             end = min(end, start + len(self))
-            names = set(file.keys())
-            found = [
-                _pad_rows(file.get_slice(name)[start:end], len(self)) if name in names else None
-                for name in ("taps", "final")
-            ]
-        return found[0], found[1]
+            found = [take_vectors(name, start, end, file) for name in ("taps", "final")]
+        padded = [None if part is None else _pad_rows(part, len(self)) for part in found]
+        return padded[0], padded[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Batch:
         """Let prefilled rows take part in rounds."""
         if self.context is not None:
             for row in rows:
-                self.context.enter(row.slot, row.prompt_ids)
+                self.context.enter(row.slot, row.text_ids)
         self.live = sorted([*self.live, *rows], key=lambda row: row.slot)
         self.settle()
 

@@ -17,22 +17,25 @@ def prefill(
     target: Target, watchers: Watchers, batch: Batch, rows: list[Row], *, prefill_tokens: int
 ) -> None:
     """Run all prompt tokens but the last of some rows, and let them into the batch."""
+    texts = target.encode(batch.kv, [row.slot for row in rows], [row.prompt_ids for row in rows])
+    for row, text in zip(rows, texts, strict=True):
+        row.text_ids = text
     for group in _groups(rows, prefill_tokens):
-        longest = max(len(row.prompt_ids) for row in group) - 1
+        longest = max(len(row.text_ids) for row in group) - 1
         width = max(1, prefill_tokens // len(group))
         for start in range(0, longest, width):
             _run_chunk(target, watchers, batch, group, start, min(start + width, longest))
     for row in rows:
-        row.base = len(row.prompt_ids) - 1
-        row.anchor = row.prompt_ids[-1]
+        row.base = len(row.text_ids) - 1
+        row.anchor = row.text_ids[-1]
     batch.enter(rows)
 
 
 def _groups(rows: list[Row], prefill_tokens: int) -> Iterator[list[Row]]:
     """Group rows of like length, so that padding stays small, within the token budget."""
     group: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.prompt_ids)):
-        if group and (len(group) + 1) * len(row.prompt_ids) > prefill_tokens:
+    for row in sorted(rows, key=lambda row: len(row.text_ids)):
+        if group and (len(group) + 1) * len(row.text_ids) > prefill_tokens:
             yield group
             group = []
         group.append(row)
@@ -44,9 +47,9 @@ def _run_chunk(
     target: Target, watchers: Watchers, batch: Batch, group: list[Row], start: int, stop: int
 ) -> None:
     # a row whose prompt has ended stays at its own end and runs dummies that nothing can see
-    chunks = [row.prompt_ids[start : min(stop, len(row.prompt_ids) - 1)] for row in group]
+    chunks = [row.text_ids[start : min(stop, len(row.text_ids) - 1)] for row in group]
     width = max(len(chunk) for chunk in chunks)
-    bases = [min(start, len(row.prompt_ids) - 1) for row in group]
+    bases = [min(start, len(row.text_ids) - 1) for row in group]
     ids = batch.ints([chunk + [0] * (width - len(chunk)) for chunk in chunks])
     slots = batch.ints([row.slot for row in group])
     step = Step(rows=slots, ids=ids, base=batch.ints(bases), live=max(bases) + width)
@@ -55,7 +58,7 @@ def _run_chunk(
     if not watchers.are_there:
         return
     partners = [
-        row.prompt_ids[base + 1 : base + 1 + len(chunk)]
+        row.text_ids[base + 1 : base + 1 + len(chunk)]
         for row, base, chunk in zip(group, bases, chunks, strict=True)
     ]
     watchers.show(

@@ -221,7 +221,7 @@ def _answer_shard(
     if recorder is not None:
         # the last token of an answer was never run through the target: one position less
         features = [recorder.take(i, r.num_tokens - 1) for i, r in enumerate(records)]
-    store.write(index, records, features)
+    store.write(index, records, features, features_dtype=settings.features_dtype)
 
 
 def _record(question: Question, generation: Generation, room: int) -> AnswerRecord:

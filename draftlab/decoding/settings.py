@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from draftlab.data.feature_bytes import FeatureDtype
 from draftlab.decoding.verify import RuleName
 from draftlab.sampling import Sampling
 from draftlab.settings.base import Settings, read_mapping
@@ -171,6 +172,8 @@ class RegenerateSettings(Settings):
         prompts_per_shard: the unit that is committed whole or run again.
         capture_features: keep the hidden states the drafter needs, so that training needs no
             second target pass.
+        features_dtype: what they are written in: target (its own dtype), bf16, or fp8 with a scale
+            a vector; half the bytes each time.
     """
 
     answers_per_prompt: PositiveInt
@@ -182,6 +185,17 @@ class RegenerateSettings(Settings):
     batch_size: PositiveInt
     prompts_per_shard: PositiveInt
     capture_features: bool
+    features_dtype: FeatureDtype
+
+    @model_validator(mode="after")
+    def _check(self) -> "RegenerateSettings":
+        if self.features_dtype != "target" and not self.capture_features:
+            raise ValueError(
+                f"regenerate.features_dtype={self.features_dtype} has no effect with "
+                "regenerate.capture_features=false; pass regenerate.features_dtype=target, or "
+                "capture features"
+            )
+        return self
 
     @property
     def sampling(self) -> Sampling:

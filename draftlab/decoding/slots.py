@@ -17,6 +17,8 @@ class Sequence:
     Attributes:
         prompt_index: place in the list of prompts.
         prompt_ids: the prompt.
+        text_ids: what the target decodes from: the prompt, or a start token where an encoder has
+            read the prompt.
         limit: tokens the answer may have.
         sampling: how this row is sampled.
         stops: strings that end the answer, or None.
@@ -35,6 +37,7 @@ class Sequence:
     sampling: Sampling
     key: int
     stops: StopStrings | None = None
+    text_ids: list[int] = field(default_factory=list)
     slot: int = -1
     entered_s: float = 0.0
     base: int = 0

@@ -200,7 +200,7 @@ class Drafter(nn.Module, ABC):
             capacity: longest sequence, draft tokens included.
             kv: the target's own buffers for the same slots. Only a self-speculative drafter reads
                 them, and it may write only past a row's committed length, where verification
-                overwrites.
+                overwrites; an encoder-decoder draft reads the prompts kept beside them.
         """
 
     @abstractmethod

@@ -3,6 +3,7 @@
 Read AuditReport first.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -168,5 +169,14 @@ class AuditReport:
 
 
 def report_to_json(report: AuditReport) -> dict[str, Any]:
-    """Give plain data for audit.json."""
-    return {"passes": report.passes, **asdict(report)}
+    """Give plain data for audit.json; numbers that JSON has no word for become text."""
+    return _plain({"passes": report.passes, **asdict(report)})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_odd else value

@@ -52,7 +52,7 @@ def describe_conditions(
         "repetition_penalty": decode.repetition_penalty,
         "frequency_penalty": decode.frequency_penalty,
         "presence_penalty": decode.presence_penalty,
-        "logit_bias": [list(pair) for pair in decode.sampling.logit_bias],
+        "logit_bias": [f"{token}: {value}" for token, value in decode.sampling.logit_bias],
         "min_new_tokens": decode.min_new_tokens,
         "stop": list(decode.stop),
         "ignore_eos": decode.ignore_eos,

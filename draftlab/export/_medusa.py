@@ -9,6 +9,7 @@ from typing import Any
 
 from draftlab.drafters.base import ServingWeights
 from draftlab.errors import NotExportable
+from draftlab.export._layout import Layout
 from draftlab.export.table import Row, check_known, dtype_name, serving_dtype
 from draftlab.shapes import Tensor
 from draftlab.targets.view import TargetView
@@ -26,12 +27,15 @@ _KNOWN = frozenset(
 )
 
 
-def medusa_config(serving: ServingWeights, target: TargetView) -> dict[str, Any]:
+def medusa_config(
+    serving: ServingWeights, target: TargetView, training_length: int | None
+) -> dict[str, Any]:
     """Write config.json's content.
 
     Raises:
         NotExportable: a switch that vLLM does not read.
     """
+    del training_length  # no head looks at positions
     own = serving.config
     check_known(own, _KNOWN, "vLLM's medusa loader")
     config: dict[str, Any] = {
@@ -54,8 +58,11 @@ def medusa_config(serving: ServingWeights, target: TargetView) -> dict[str, Any]
     return config
 
 
-def medusa_tensors(serving: ServingWeights, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def medusa_tensors(
+    serving: ServingWeights, target: TargetView, config: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Name the tensors as the file does."""
+    del target
     tensors = dict(serving.tensors)
     if "truncated_vocab_size" not in config:
         tensors.pop("token_map", None)
@@ -103,8 +110,21 @@ def check_token_map(tensors: Mapping[str, Tensor], target: TargetView) -> None:
         )
 
 
-def medusa_limits(config: Mapping[str, Any]) -> list[str]:
-    """Say what a user must know before serving Medusa heads."""
+def _about(config: Mapping[str, Any]) -> str:
+    return (
+        f"{config['num_heads']} Medusa heads (arXiv:2401.10774) over the target's final hidden "
+        "state."
+    )
+
+
+def _most_drafts(config: Mapping[str, Any]) -> int:
+    return config["num_heads"]
+
+
+def _limits(
+    config: Mapping[str, Any], target: TargetView, training_length: int | None
+) -> list[str]:
+    del target, training_length
     limits = [
         "vLLM drafts a chain of the likeliest token of each head, no tree.",
         f"At most {config['num_heads']} draft tokens a step: one a head.",
@@ -116,3 +136,15 @@ def medusa_limits(config: Mapping[str, Any]) -> list[str]:
             f"{config['vocab_size']} tokens; the others always come from the target itself."
         )
     return limits
+
+
+MEDUSA = Layout(
+    method="medusa",
+    config=medusa_config,
+    tensors=medusa_tensors,
+    table=medusa_table,
+    check_ids=check_token_map,
+    about=_about,
+    limits=_limits,
+    most_drafts=_most_drafts,
+)

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ class Served:
         limits: what a user must know before serving it, a sentence each.
         max_draft_tokens: largest K that can be served, or None.
         usage: markdown on other ways to load it; may be empty.
+        options: further keys of --speculative-config.
     """
 
     architecture: str
@@ -51,6 +52,7 @@ class Served:
     limits: tuple[str, ...]
     max_draft_tokens: int | None
     usage: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def export_drafter(
             )
         form.check(part, target)
         served_name = settings.target_name_or_path or target.spec.name
-        command = serve_command(served_name, served.method, folder, depth)
+        command = serve_command(served_name, served.method, folder, depth, served.options)
         card = Card(
             title=folder.name if folder.name != form.name else f"{served.architecture} drafter",
             # a folder of this machine says nothing to other readers

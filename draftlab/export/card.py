@@ -39,10 +39,17 @@ class Card:
     limits: tuple[str, ...]
 
 
-def serve_command(target: str, method: str, folder: Path, num_draft_tokens: int) -> str:
+def serve_command(
+    target: str, method: str, folder: Path, num_draft_tokens: int, options: Mapping[str, Any]
+) -> str:
     """Give the shell command that serves a target with this drafter in vLLM."""
     # the method is always named: left out, it would be guessed from the folder's name
-    config = {"method": method, "model": str(folder), "num_speculative_tokens": num_draft_tokens}
+    config = {
+        "method": method,
+        "model": str(folder),
+        "num_speculative_tokens": num_draft_tokens,
+        **options,
+    }
     words = ["vllm", "serve", target, "--speculative-config", json.dumps(config)]
     return " ".join(shlex.quote(word) for word in words)
 

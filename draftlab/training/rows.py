@@ -6,6 +6,7 @@ drafter asks for, from files where they were captured, else from a pass of the f
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -88,10 +89,11 @@ class TrainingRows:
         filled = [row for row in packed if row.samples]
         taps, final = collate_features(filled, batch.input_ids.shape[1])
         num_empty = len(packed) - len(filled)
-        device = batch.input_ids.device
+        # written in fewer bits perhaps: drafters meet the target's own dtype, as in its own pass
+        place = {"dtype": target.dtype, "device": batch.input_ids.device}
         return TargetFeatures(
-            _finish(_select(taps, self._captured, needs), num_empty, device),
-            _finish(final if needs.wants_final else None, num_empty, device),
+            _finish(_select(taps, self._captured, needs), num_empty, place),
+            _finish(final if needs.wants_final else None, num_empty, place),
         )
 
     def check_captured(self, needs: FeatureRequest) -> None:
@@ -126,12 +128,12 @@ def _select(taps: Tensor | None, captured: FeatureRequest, needs: FeatureRequest
     return taps[:, :, [captured.tap_layers.index(layer) for layer in needs.tap_layers]]
 
 
-def _finish(part: Tensor | None, num_empty: int, device: torch.device) -> Tensor | None:
+def _finish(part: Tensor | None, num_empty: int, place: dict[str, Any]) -> Tensor | None:
     if part is None:
         return None
     if num_empty:
         part = torch.cat([part, part.new_zeros(num_empty, *part.shape[1:])])
-    return part.to(device)
+    return part.to(**place)
 
 
 def _final_word(request: FeatureRequest) -> str:

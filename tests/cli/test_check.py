@@ -57,7 +57,7 @@ def test_every_bad_line_is_named(tmp_path, capsys):
 
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("draftlab.cli.estimate.free_bytes", lambda _: 2**30)
-    estimate = Estimate(num_prompts=1, memory_bytes=None, disk_bytes=5 * 2**30, minutes=None)
+    estimate = Estimate(num_prompts=1, memory_bytes=None, token_bytes=9, disk_bytes=5 * 2**30, minutes=None)
     with pytest.raises(ConfigError, match=r"1\.0 GiB free and this run may write 5\.0 GiB"):
         require_disk(estimate, tmp_path)
 
@@ -74,3 +74,24 @@ def test_sizes_of_a_local_target_come_from_its_config(tmp_path):
     sizes = find_target_sizes(target)
     assert sizes is not None
     assert (sizes.hidden_size, sizes.num_parameters) == (48, 1000)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["drafter=eagle3"], 4 * 64 * 4),
+        (["drafter=eagle3", "regenerate.features_dtype=bf16"], 4 * 64 * 2),
+        (["drafter=eagle3", "regenerate.features_dtype=fp8"], 4 * (64 + 4)),
+        (["drafter=medusa", "regenerate.features_dtype=bf16"], 64 * 2),
+        (["drafter=ngram"], 0),
+    ],
+)
+def test_the_bytes_of_a_token_follow_drafter_and_dtype(words, expected, capsys):
+    assert main(["check", "target=tiny", "target.dtype=float32", *words]) == 0
+    assert f" {expected:,} bytes a token" in capsys.readouterr().out
+
+
+def test_a_dtype_for_features_that_are_not_kept_is_refused(capsys):
+    words = ["regenerate.features_dtype=fp8", "regenerate.capture_features=false"]
+    assert main(["check", *words]) == 2
+    assert "has no effect" in capsys.readouterr().err

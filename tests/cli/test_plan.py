@@ -12,7 +12,7 @@ SLOW = Rates(single=12.0, batched=60.0, answering=90.0)
 USUAL = Rates(single=60.0, batched=250.0, answering=400.0)
 FAST = Rates(single=300.0, batched=4000.0, answering=12000.0)
 MACHINES = pytest.mark.parametrize("rates", [SLOW, USUAL, FAST], ids=["slow", "usual", "fast"])
-NUM_PROMPTS = 768
+NUM_PROMPTS = 2304
 
 
 def planned(minutes, rates, spent_s=25.0):
@@ -74,4 +74,5 @@ def test_answers_are_shortened_before_prompts_are_left_out():
     short = planned(12, SLOW)
     assert short.answer_tokens < planned(45, FAST).answer_tokens
     for plan in [*plans, short]:
-        assert plan.num_prompts == NUM_PROMPTS or plan.answer_tokens == 48
+        assert plan.num_prompts == NUM_PROMPTS or plan.answer_tokens <= 64
+        assert plan.num_prompts >= 384 or plan.answer_tokens == 48

@@ -56,6 +56,7 @@ def test_a_refused_target_still_answers_training_prompts_without_captured_featur
         batch_size=4,
         prompts_per_shard=2,
         capture_features=False,
+        features_dtype="target",
     )
     chats = [
         Conversation(f"c{i}", "chat", ({"role": "user", "content": text},))

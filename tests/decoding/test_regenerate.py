@@ -44,6 +44,7 @@ def settings(**changes):
         "batch_size": 2,
         "prompts_per_shard": 2,
         "capture_features": True,
+        "features_dtype": "target",
     }
     return RegenerateSettings(**{**values, **changes})
 

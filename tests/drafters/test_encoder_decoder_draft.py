@@ -8,6 +8,8 @@ from scipy import stats
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from draftlab.data.batch import TokenBatch
+from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.settings import DecodeSettings
 from draftlab.decoding.verify import verify_exact_match, verify_speculative
 from draftlab.drafters.base import DraftBudget, Observation
 from draftlab.drafters.draft_model import DraftModel, DraftModelSettings
@@ -15,6 +17,7 @@ from draftlab.errors import ConfigError, NotExportable, UnsupportedTarget
 from draftlab.randomness import Noise, uniforms
 from draftlab.sampling import GREEDY, Sampling, greedy_ids, process
 from draftlab.settings.base import parse_settings
+from draftlab.settings.compose import compose
 from draftlab.targets.encoder_decoder import build_encoder_decoder
 from draftlab.targets.features import TargetFeatures
 from draftlab.targets.step import Step
@@ -279,3 +282,24 @@ def test_pairs_that_do_not_fit_are_refused(target, tmp_path):
     chosen = parse_settings(HeteroSettings, data | {"revision": None, "method": "tli"})
     with pytest.raises(UnsupportedTarget, match="pass drafter=draft_model"):
         Hetero(chosen, target.view)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("rule", ["auto", "sampled_verify"])
+def test_the_decoder_answers_as_the_target_alone_does(target, tmp_path, batch_size, rule):
+    drafter = draft_with(tmp_path, target, noise=0.1)
+    words = [f"decode.rule={rule}"]
+    if rule == "sampled_verify":
+        words += ["decode.temperature=1.0", "decode.top_k=3"]
+    given = parse_settings(DecodeSettings, compose("generate", words).data["decode"])
+    answers = Decoder(target, drafter, given).generate(
+        PROMPTS, max_new_tokens=12, batch_size=batch_size
+    )
+    plain = Decoder(target, None, given).generate(PROMPTS, max_new_tokens=12)
+    assert [a.output_ids for a in answers] == [a.output_ids for a in plain]
+    assert [list(a.prompt_ids) for a in answers] == PROMPTS
+    assert sum(step.num_accepted for a in answers for step in a.steps) > 0
+    if rule == "auto":
+        for answer, prompt in zip(plain, PROMPTS, strict=True):
+            ours = list(answer.output_ids)
+            assert ours == greedy(target, prompt, len(ours))[1:]

@@ -19,12 +19,12 @@ def spoil(kv, lengths, reach):
 
     Args:
         kv: buffers.
-        lengths: valid positions of each slot; 0 is an empty slot, which nothing reads.
+        lengths: valid positions of each slot; None is an empty slot, which nothing reads.
         reach: positions from 0 that the next passes may be given to read.
     """
     with torch.inference_mode():
         for slot, length in enumerate(lengths):
-            if length == 0:
+            if length is None:
                 kv.data[:, :, slot] = torch.nan
             else:
                 kv.data[:, :, slot, length:reach] = HUGE

@@ -31,11 +31,11 @@ def answers(target, drafter, *, poisoned, heat=0.0, **changes):
         def round_over_poison(batch, on_tokens):
             live = {row.slot: row.base for row in batch.live}
             reach = max(live.values()) + 1 + decoder.plan.num_nodes
-            memories = [(batch.kv, lambda: [live.get(slot, 0) for slot in range(batch.kv.slots)])]
-            memories += own_memories(batch.state, batch.kv)
-            for kv, lengths in memories:
+            spoil(batch.kv, [live.get(slot) for slot in range(batch.kv.slots)], reach)
+            for kv, lengths in own_memories(batch.state, batch.kv):
+                known = [n if slot in live else None for slot, n in enumerate(lengths())]
                 # a drafter may write, and so read, a few columns more than it has nodes
-                spoil(kv, lengths(), reach if kv is batch.kv else reach + 64)
+                spoil(kv, known, reach + 64)
             finished = honest(batch, on_tokens)
             for kv, _ in [(batch.kv, None), *own_memories(batch.state, batch.kv)]:
                 quieten(kv)
@@ -78,10 +78,11 @@ def test_windows_caps_and_sinks_never_see_past_a_rows_end(family):
 
 def test_one_slot_too_many_would_show(target, monkeypatch):
     """The negative control: the newest committed slot counts as dead."""
+    spoil = globals()["spoil"]
     clean = answers(target, None, poisoned=False)
 
     def one_too_many(kv, lengths, reach):
-        spoil(kv, [max(1, n - 1) if n else 0 for n in lengths], reach)
+        spoil(kv, [n - 1 if n else n for n in lengths], reach)
 
-    monkeypatch.setattr("proofs.test_poisoned_memory.spoil", one_too_many)
+    monkeypatch.setitem(globals(), "spoil", one_too_many)
     assert answers(target, None, poisoned=True) != clean
