@@ -53,7 +53,9 @@ def uniforms(*keys: int | Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     Args:
         keys: integers or int64 tensors that broadcast, such as seed, row [B, 1], slot [N], purpose.
     """
-    state: Tensor = torch.zeros((), dtype=torch.int64)
+    # made where the keys are: a copy to a device would wait for it
+    device = next((key.device for key in keys if isinstance(key, torch.Tensor)), None)
+    state: Tensor = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
         if isinstance(key, torch.Tensor):
             state = state.to(key.device) + key.to(torch.int64)

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from draftlab.cli.disk import describe_bytes
 from draftlab.cli.progress import Ticker
 from draftlab.data.answers import ShardStore
 from draftlab.data.chat import encode_prompt
 from draftlab.data.conversations import Conversation, to_prompt
+from draftlab.data.feature_bytes import bytes_of_vector
 from draftlab.data.loader import prepare, read_split
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.settings import DataSettings
@@ -221,6 +223,8 @@ def _answer(
     if not missing:
         log.info("answers are there already: %s", store.folder)
         return
+    if answering.capture_features:
+        log.info("%s", _describe_features(target, questions, answering, needs, max_tokens))
     here = sum(len(questions[i * size : (i + 1) * size]) for i in missing)
     began = time.monotonic()
     tokens = 0
@@ -242,6 +246,24 @@ def _answer(
             on_answer=count,
             on_shard=keep_on,
         )
+
+
+def _describe_features(
+    target: Target,
+    questions: list[Question],
+    answering: RegenerateSettings,
+    needs: FeatureRequest,
+    max_tokens: int,
+) -> str:
+    width, number = target.spec.hidden_size, target.dtype.itemsize
+    vector = bytes_of_vector(width, answering.features_dtype, number)
+    token = vector * (len(needs.tap_layers) + needs.wants_final)
+    # the last token of an answer is never read by the target
+    rows = [min(len(q.prompt_ids) + answering.max_new_tokens, max_tokens) - 1 for q in questions]
+    return (
+        f"hidden states: {token:,} bytes a token, {describe_bytes(token * sum(rows))} if every "
+        "answer reaches its limit"
+    )
 
 
 def _wait_for(store: ShardStore, num_questions: int, size: int) -> None:

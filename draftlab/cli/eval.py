@@ -76,6 +76,9 @@ def run(args: Sequence[str]) -> int:
             f"the audit found {result.num_defects} defects: tokens the target would not have "
             f"produced; they stand in {page}"
         )
+    lossy = [arm.name for arm in result.arms if arm.is_lossy]
+    if lossy:
+        print(f"LOSSY: {', '.join(lossy)}: answers do not have the target's law")
     return 0
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "regenerate": "let the target answer the training prompts (resumable)",
     "train": "train a drafter for a target",
     "eval": "measure acceptance and speed by domain, and audit losslessness",
+    "audit": "check on your target that a drafter leaves its answers as they are",
     "skips": "search the layers a target skips to draft for itself (resumable)",
     "generate": "answer a prompt with a drafter, accepted draft tokens in colour",
     "bench": "time decoding against transformers in one run",

@@ -14,6 +14,7 @@ from draftlab.data.settings import DataSettings
 from draftlab.decoding.settings import DecodeSettings, RegenerateSettings
 from draftlab.drafters.base import DrafterSettings, drafter_class
 from draftlab.errors import ConfigError
+from draftlab.evaluation.audit_settings import AuditSettings
 from draftlab.evaluation.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.runs.paths import PathSettings
@@ -104,6 +105,18 @@ class EvalCommandSettings(CommandSettings):
 
     drafter: AnyDrafter | str
     drafters: tuple[str, ...] | None
+
+
+class AuditCommandSettings(CommandSettings):
+    """conf/audit.yaml: whether one drafter changes what the target says.
+
+    Attributes:
+        drafter: by kind, or the name of a trained one: a run, an exported folder or a hub id.
+        audit: how much is looked at.
+    """
+
+    drafter: AnyDrafter | str
+    audit: AuditSettings
 
 
 class GenerateCommandSettings(CommandSettings):

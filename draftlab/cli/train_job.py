@@ -7,13 +7,14 @@ from typing import Any
 from draftlab.cli.collect import Collected, collect_samples, count_tokens
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.probe import AcceptanceProbe
+from draftlab.cli.probe_table import describe_probes, list_probes
 from draftlab.cli.schema import RunSettings
 from draftlab.cli.vocab_report import report_vocab
 from draftlab.data.packing import cut_samples, pack
 from draftlab.drafters.base import Drafter, DraftVocabSettings, num_trainable
 from draftlab.drafters.store import build_drafter, load_drafter
 from draftlab.errors import ConfigError
-from draftlab.runs.metrics_log import MetricsLog
+from draftlab.runs.metrics_log import MetricsLog, read_metrics
 from draftlab.runs.run_dir import RunDir
 from draftlab.runs.trackers import open_tracker
 from draftlab.targets.features import FeatureRequest
@@ -106,7 +107,9 @@ def train_drafter(
             len(cut.lost),
         )
     rows = TrainingRows(pack(cut.samples, train.row_tokens), captured=collected.captured)
-    probe = AcceptanceProbe(target, collected.validation, settings.decode)
+    probe = AcceptanceProbe(
+        target, collected.validation, settings.decode, run.path / "probe_costs.json"
+    )
     metrics = MetricsLog(run.metrics_path) if _is_first_rank() else None
     config = settings.model_dump(mode="json")
     tracker = open_tracker(settings.tracker, run, config) if _is_first_rank() else None
@@ -136,12 +139,16 @@ def train_drafter(
         origin=_origin(run, settings, collected, train),
     )
     try:
-        return trainer.run()
+        result = trainer.run()
     finally:
         if metrics is not None:
             metrics.close()
         if tracker is not None:
             tracker.close()
+    probes = list_probes(read_metrics(run.metrics_path)) if _is_first_rank() else []
+    if probes:
+        log.info("%s", describe_probes(probes, train.best_by))
+    return result
 
 
 def _origin(

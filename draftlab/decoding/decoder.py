@@ -19,6 +19,7 @@ from draftlab.decoding.committing import Outcome, fetch_outcome, show_path
 from draftlab.decoding.costs import TimeCurve, doubling_widths, measure_time_curve
 from draftlab.decoding.fallback import Fallback
 from draftlab.decoding.geometry import place_nodes
+from draftlab.decoding.graphs import StaticRunner, refuse_rows, wants_graphs
 from draftlab.decoding.judging import Judge, list_overlaps
 from draftlab.decoding.plan import make_plan
 from draftlab.decoding.prefill import prefill
@@ -32,7 +33,7 @@ from draftlab.decoding.timing import DeviceClock
 from draftlab.decoding.watching import Listener, Watchers
 from draftlab.drafters.base import Drafter
 from draftlab.drafters.tree import DraftTree, DynamicTree
-from draftlab.errors import UnsupportedTarget
+from draftlab.errors import ConfigError, UnsupportedTarget
 from draftlab.sampling import ContextTracker, Sampling
 from draftlab.targets.step import Step
 from draftlab.targets.target import Target
@@ -102,6 +103,17 @@ class Decoder:
         self._eos = frozenset() if settings.ignore_eos else frozenset(target.spec.eos_ids)
         if drafter is not None:
             drafter.eval()
+        self._graphs: StaticRunner | None = None
+        if wants_graphs(target, drafter, settings, self.plan, has_listener=listener is not None):
+            self._graphs = StaticRunner(
+                target,
+                drafter,
+                settings,
+                self.plan,
+                clock=self.clock,
+                eos_ids=self._eos,
+                captures=True,
+            )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -160,11 +172,26 @@ class Decoder:
             return []
         self._judge.prepare([row.sampling for row in rows])
         done: dict[int, Generation] = {}
-        for generation in self._run(rows, batch_size or self.settings.batch_size, on_tokens):
+        for generation in self._choose_run(rows, batch_size or self.settings.batch_size, on_tokens):
             done[generation.prompt_index] = generation
             if on_finish is not None:
                 on_finish(generation)
         return [done[index] for index in range(len(prompts))]
+
+    def _choose_run(
+        self, rows: list[Row], batch_size: int, on_tokens: OnTokens | None
+    ) -> Iterator[Generation]:
+        """Run rows through graphs where these rows can, else round by round."""
+        if self._graphs is None:
+            return self._run(rows, batch_size, on_tokens)
+        refusal = refuse_rows(rows)
+        if self._wants_overlaps and self._judge.rule.reads == "probs":
+            refusal = "overlaps of p and q are asked for, which graphs do not keep"
+        if refusal is None:
+            return self._graphs.run(rows, batch_size, on_tokens, self._judge.rule)
+        if self.settings.graphs == "on":
+            raise ConfigError(f"decode.graphs=on cannot take effect: {refusal}; pass auto")
+        return self._run(rows, batch_size, on_tokens)
 
     def _run(
         self, rows: list[Row], batch_size: int, on_tokens: OnTokens | None

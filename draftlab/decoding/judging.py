@@ -67,6 +67,11 @@ class Judge:
             )
 
     @property
+    def rule(self) -> Rule:
+        """The rule of the rows that were prepared for."""
+        return self._sampled
+
+    @property
     def is_lossy(self) -> bool:
         """True when the output does not have the target's law."""
         return self._sampled.is_lossy

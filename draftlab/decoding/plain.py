@@ -6,7 +6,6 @@ prompts this way; and as the baseline that everyone has.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ class TransformersDecoding:
         """Choose the target, the sampling, and how many tokens prompt lookup copies, if any.
 
         Raises:
-            ConfigError: penalties, biases, a least length or stop strings, which are not passed on.
+            ConfigError: frequency or presence penalties or stop strings, which are not passed on.
         """
         law = settings.sampling
-        if law != replace(law.context_free, logit_bias=()) or settings.stop:
+        if law.frequency_penalty or law.presence_penalty or settings.stop:
             raise ConfigError(
-                "decoding through transformers alone takes temperature, top_k, top_p and min_p; "
-                f"penalties, biases, min_new_tokens and stop cannot take effect there, and got "
-                f"{law}, stop={settings.stop}"
+                f"frequency_penalty={law.frequency_penalty}, "
+                f"presence_penalty={law.presence_penalty} and stop={list(settings.stop)} cannot "
+                "take effect where answers come through transformers alone; pass 0, 0 and []"
             )
         self._target = target
         self._settings = settings
@@ -76,15 +75,16 @@ class TransformersDecoding:
         eos_ids = self._target.spec.eos_ids
         ids = torch.tensor([prompt], device=self._target.device)
         torch.manual_seed(derive_seed("plain", self._settings.seed, key))
+        room = min(limit, self._target.spec.max_positions - len(prompt))
         began = self._clock.read()
         with torch.inference_mode():
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=min(limit, self._target.spec.max_positions - len(prompt)),
+                max_new_tokens=room,
                 eos_token_id=list(eos_ids),
                 pad_token_id=eos_ids[0],
-                **self._law(),
+                **self._law(room),
                 **self._extra,
             )
         spent = self._clock.read() - began
@@ -100,15 +100,23 @@ class TransformersDecoding:
             decode_s=spent,
         )
 
-    def _law(self) -> dict[str, Any]:
-        if self._settings.sampling.is_greedy:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    def _law(self, room: int) -> dict[str, Any]:
+        """Give transformers' words for the sampling; processors there run in the same order."""
+        law = self._settings.sampling
+        words: dict[str, Any] = {"repetition_penalty": law.repetition_penalty}
+        if law.min_new_tokens:
+            words["min_new_tokens"] = min(law.min_new_tokens, room)
+        if law.logit_bias:
+            words["sequence_bias"] = {(token,): float(value) for token, value in law.logit_bias}
+        if law.is_greedy:
+            return {**words, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         return {
+            **words,
             "do_sample": True,
-            "temperature": self._settings.temperature,
-            "top_k": self._settings.top_k or 0,
-            "top_p": self._settings.top_p,
-            "min_p": self._settings.min_p,
+            "temperature": law.temperature,
+            "top_k": law.top_k or 0,
+            "top_p": law.top_p,
+            "min_p": law.min_p,
         }
 
 

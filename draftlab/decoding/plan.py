@@ -11,6 +11,7 @@ from draftlab.decoding.settings import (
     BudgetedTreeSettings,
     DecodeSettings,
     DynamicTreeSettings,
+    MeasuredTreeSettings,
     StaticTreeSettings,
 )
 from draftlab.drafters.base import Drafter
@@ -74,6 +75,9 @@ def _plan_of(settings: DecodeSettings, drafter: Drafter) -> DraftPlan:
             return DraftPlan(depth, depth, is_budgeted=True)
         shape = DynamicTree(tree.max_nodes, tree.top_k, tree.depth)
         return DraftPlan(tree.depth, tree.max_nodes, shape, is_budgeted=True)
+    if isinstance(tree, MeasuredTreeSettings):
+        shape = drafter.best_tree(tree.num_nodes)
+        return DraftPlan(shape.depth, len(shape.parents), shape)
     depth = settings.num_draft_tokens or drafter.settings.num_draft_tokens
     return DraftPlan(depth, depth)
 

@@ -261,6 +261,7 @@ def _decode_settings(settings: RegenerateSettings, seed: int) -> DecodeSettings:
         stop=[],
         batch_size=settings.batch_size,
         prefill_tokens=_PREFILL_TOKENS,
+        graphs="auto",
         ignore_eos=False,
         seed=seed,
     )

@@ -59,8 +59,21 @@ class BudgetedTreeSettings(Settings):
     depth: PositiveInt
 
 
+class MeasuredTreeSettings(Settings):
+    """The static tree that accepts most, by what the drafter counted while it was trained.
+
+    Attributes:
+        kind: "measured".
+        num_nodes: N, draft nodes.
+    """
+
+    kind: Literal["measured"]
+    num_nodes: PositiveInt
+
+
 TreeSettings = Annotated[
-    StaticTreeSettings | DynamicTreeSettings | BudgetedTreeSettings, Field(discriminator="kind")
+    StaticTreeSettings | DynamicTreeSettings | BudgetedTreeSettings | MeasuredTreeSettings,
+    Field(discriminator="kind"),
 ]
 
 
@@ -90,6 +103,7 @@ class DecodeSettings(Settings):
         stop: strings that end an answer.
         batch_size: sequences decoded at once; finished ones are replaced.
         prefill_tokens: prompt tokens a target pass takes at most.
+        graphs: rounds as CUDA graphs; auto uses them on CUDA wherever nothing needs the host.
         ignore_eos: go on past end tokens, up to the limit.
         seed: root of the draws.
     """
@@ -116,6 +130,7 @@ class DecodeSettings(Settings):
     stop: list[str]
     batch_size: PositiveInt
     prefill_tokens: PositiveInt
+    graphs: Literal["auto", "on", "off"]
     ignore_eos: bool
     seed: NonNegativeInt
 

@@ -223,6 +223,18 @@ class Drafter(nn.Module, ABC):
     def close(self, state: Any, rows: Int[Tensor, " R"]) -> None:
         """Empty these slots, so that another sequence may enter them."""
 
+    def best_tree(self, num_nodes: int) -> StaticTree:
+        """Choose the static tree that accepts most, by what was counted while training.
+
+        Raises:
+            ConfigError: this kind counts nothing, or counted nothing yet.
+        """
+        del num_nodes
+        raise ConfigError(
+            f"a {self.kind} drafter has not counted how often each of its choices is right; pass "
+            "decode.tree with kind static, dynamic or budgeted"
+        )
+
     def serving_weights(self) -> ServingWeights:
         """Give the tensors and config a serving engine needs.
 

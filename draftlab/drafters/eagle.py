@@ -28,6 +28,7 @@ from draftlab.drafters._eagle_memory import (
     propose_chain,
     propose_tree,
 )
+from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._frozen_head import FrozenHead
 from draftlab.drafters._unrolling import PickedRows, unroll
 from draftlab.drafters.base import (
@@ -223,6 +224,15 @@ class Eagle(Drafter, kind="eagle", settings=EagleSettings):
         """Draft a chain, or the tree that the budget asks for."""
         draft = propose_chain if budget.tree is None else propose_tree
         return draft(state, budget, uniforms, self._feed)
+
+    def static_rounds(self) -> StaticHead:
+        """Give the methods of rounds that run on the device alone."""
+
+        def features(state: HeadMemory, seen: Observation) -> Tensor:
+            assert seen.final is not None
+            return seen.final.to(self.fc.weight.dtype)
+
+        return StaticHead(self._feed, features)
 
     @torch.inference_mode()
     def close(self, state: HeadMemory, rows: Int[Tensor, " R"]) -> None:

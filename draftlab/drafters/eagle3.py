@@ -26,6 +26,7 @@ from draftlab.drafters._eagle_memory import (
     propose_chain,
     propose_tree,
 )
+from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._frozen_head import FrozenHead
 from draftlab.drafters._unrolling import PickedRows, unroll
 from draftlab.drafters._warm_start import final_norm_weight, start_layers
@@ -269,6 +270,15 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         """Draft a chain, or the tree that the budget asks for."""
         draft = propose_chain if budget.tree is None else propose_tree
         return draft(state, budget, uniforms, self._feed)
+
+    def static_rounds(self) -> StaticHead:
+        """Give the methods of rounds that run on the device alone."""
+
+        def features(state: HeadMemory, seen: Observation) -> Tensor:
+            assert seen.taps is not None
+            return self._join(seen.taps, state.fc)
+
+        return StaticHead(self._feed, features)
 
     @torch.inference_mode()
     def close(self, state: HeadMemory, rows: Int[Tensor, " R"]) -> None:

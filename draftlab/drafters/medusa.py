@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._growth import best_static_tree, grow, num_levels, temperature_of
+from draftlab.drafters._static import AlreadyStatic
 from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import (
     DraftBudget,
@@ -261,7 +262,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         return DraftTree(
             tokens=columns if ids is None else ids[columns],
             parents=chain_parents(rows, depth, columns.device),
-            num_nodes=torch.where(is_live, depth, 0),
+            num_nodes=is_live * depth,
             law_probs=probs,
             law_ids=support,
             confidence=confidence,
@@ -271,6 +272,10 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         """Draw as the target does where columns are target ids; else by the temperature alone."""
         sampling = budget.sampling
         return sampling.context_free if self._vocab_ids is None else sampling.drafting
+
+    def static_rounds(self) -> AlreadyStatic:
+        """Give the methods of rounds that run on the device alone."""
+        return AlreadyStatic(self)
 
     @torch.no_grad()
     def measure_ranks(self, batches: Iterable[tuple[TokenBatch, TargetFeatures]]) -> None:

@@ -21,6 +21,14 @@ class StaticTree:
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    @property
+    def depth(self) -> int:
+        """Levels of the tree."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class DynamicTree:

@@ -5,8 +5,8 @@ same target, teacher-forced and one token wide, as plain decoding would; nothing
 pass that verified it. Read first: audit, then score_narrow.
 
 A token below the largest logit by more than the tolerance is a defect. The tolerance is measured:
-how far wide and narrow passes of this target differ on the same prefixes. Where the load probe
-found them bitwise equal, it is zero.
+how far wide and narrow passes of this target differ on the same prefixes. Where they are bitwise
+equal, it is zero.
 """
 
 import math
@@ -111,13 +111,15 @@ def audit(
     tolerance = 0.0
     if sampling.is_greedy:
         _rescore_doubtful(target, answers, known, sampling, prefill_tokens)
-        if not requires_identity and any(_is_doubtful(known[answer]) for answer in answers):
+        if any(_is_doubtful(known[answer]) for answer in answers):
+            # also where the load probe found passes equal: it did not try every width
             tolerance = measure_tolerance(
                 target,
                 list(dict.fromkeys(answers))[:_CALIBRATION_ANSWERS],
                 width=draft_width + 1,
                 prefill_tokens=prefill_tokens,
             )
+    requires_identity = requires_identity and tolerance == 0
     eos = frozenset(target.spec.eos_ids) if ends_at_eos else frozenset()
     judged = _judge(generations, known, sampling, tolerance, eos)
     forks = [

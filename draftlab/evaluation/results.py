@@ -275,6 +275,7 @@ class ArmResult:
         speed: all domains pooled; None when not timed.
         audit: of the timed outputs; None when not audited.
         domains: in the suite's order.
+        is_lossy: its rule does not keep the target's law; its name says so too.
     """
 
     name: str
@@ -286,6 +287,7 @@ class ArmResult:
     speed: SpeedStats | None
     audit: AuditVerdict | None
     domains: tuple[DomainResult, ...]
+    is_lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from draftlab.evaluation.speed import Answers, Timing, compute_speed, measure
 from draftlab.targets.target import Target
 
 AGAIN = "baseline again"
+LOSSY = "(LOSSY)"
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]
 Progress = Callable[[str, int, int], None]
@@ -83,6 +84,9 @@ def evaluate(
     """
     report = progress or (lambda what, done, total: None)
     _check(drafters, prompts)
+    if decode.lossy:
+        # in the name, so that no table, plot or file can leave it out
+        drafters = {f"{name} {LOSSY}": drafter for name, drafter in drafters.items()}
     places = _take(prompts, settings.prompts_per_domain)
     taken = {
         domain: [p.ids for p in places if p.domain == domain]
@@ -350,6 +354,7 @@ def _arm_result(
         speed=compute_speed(timings, arm=name, baseline=BASELINE),
         audit=verdict,
         domains=tuple(domains),
+        is_lossy=any(answer.is_lossy for answer in answers),
     )
 
 

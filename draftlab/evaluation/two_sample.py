@@ -1,10 +1,10 @@
 """Do two sets of draws follow one law? G-tests on binned features, and what they could have found.
 
-In: two lists of bins a feature, one entry a draw. Out: a `FeatureTest` each. Read first:
-compare_features, then detectable_tv.
+In: two lists of bins a feature, one entry a draw; or two `Surplus`es. Out: a `FeatureTest` each.
+Read first: compare_draws, then detectable_tv.
 
-Bins are merged by their pooled counts, which say nothing about the difference, so that the
-chi-square law holds. Holm's correction keeps the chance of any false alarm at alpha.
+Bins are merged by what both sets hold together, which says nothing about the difference, so that
+the chi-square law holds. Holm's correction keeps the chance of any false alarm at alpha.
 """
 
 from collections import Counter
@@ -25,8 +25,8 @@ class FeatureTest:
     Attributes:
         name: what was looked at.
         num_bins: after merging; 1 when every draw looks alike, and nothing can be tested.
-        statistic: G.
-        p_value: of G under one law for both.
+        statistic: G, or a quadratic form of surpluses; chi-square under one law.
+        p_value: of the statistic under one law for both.
         adjusted_p: by Holm's method over all features.
         differs: adjusted_p is below alpha.
         tv: total variation between the two histograms.
@@ -46,19 +46,46 @@ class FeatureTest:
     detectable_tv: float | None
 
 
-def compare_features(
-    features: Mapping[str, tuple[Sequence[Hashable], Sequence[Hashable]]], *, alpha: float
+@dataclass(frozen=True, slots=True, eq=False)
+class Surplus:
+    """Counts of tokens by bin beside what the target's own law expected of each of them.
+
+    Every token is drawn by a law that its prefix gives. Counts less expectations are then a sum of
+    martingale steps, whose covariance is known: however an answer's tokens hang together, all of
+    them may be used, and what differs between prefixes cancels.
+
+    Attributes:
+        counts: tokens by bin, [B].
+        expected: sum over tokens of the bin's probability, [B].
+        covariance: sum over tokens of diag(p) - p p', [B, B].
+    """
+
+    counts: np.ndarray
+    expected: np.ndarray
+    covariance: np.ndarray
+
+
+def compare_draws(
+    features: Mapping[str, tuple[Sequence[Hashable], Sequence[Hashable]]],
+    surpluses: Mapping[str, tuple[Surplus, Surplus]],
+    *,
+    alpha: float,
 ) -> tuple[FeatureTest, ...]:
     """Test every feature and correct for their number.
 
     Args:
         features: name -> bins of the first and of the second set's draws.
+        surpluses: name -> surplus of the first and of the second set's tokens.
         alpha: chance of any false alarm, in (0, 1).
     """
     tables = {name: _merge(Counter(a), Counter(b)) for name, (a, b) in features.items()}
+    pairs = {name: _merge_surpluses(*pair) for name, pair in surpluses.items()}
     # a feature without two bins is no test, and takes no share of alpha
-    testable = max(1, sum(table.shape[1] > 1 for table in tables.values()))
-    found = [_test(name, table, alpha / testable) for name, table in tables.items()]
+    bins = [table.shape[1] for table in tables.values()]
+    bins += [len(first.counts) for first, _ in pairs.values()]
+    share = alpha / max(1, sum(count > 1 for count in bins))
+    found = [_test_surplus(name, *pair, alpha=share) for name, pair in pairs.items()]
+    found += [_test(name, table, share) for name, table in tables.items()]
     return _correct(found, alpha)
 
 
@@ -133,6 +160,53 @@ def _test(name: str, table: np.ndarray, alpha: float) -> FeatureTest:
         tv=float(np.abs(shares[0] - shares[1]).sum() / 2),
         tv_by_chance=by_chance,
         detectable_tv=detectable_tv(draws, freedom=bins - 1, alpha=alpha),
+    )
+
+
+def _merge_surpluses(first: Surplus, second: Surplus) -> tuple[Surplus, Surplus]:
+    """Put bins whose counts hardly vary into one, so that sums are nearly normal."""
+    variance = np.diag(first.covariance) + np.diag(second.covariance)
+    kept = np.flatnonzero(variance >= 2 * _LEAST_EXPECTED)
+    rest = np.flatnonzero(variance < 2 * _LEAST_EXPECTED)
+    groups = [[index] for index in kept]
+    if len(rest) and variance[rest].sum() < 2 * _LEAST_EXPECTED and groups:
+        groups[-1].extend(rest)
+    elif len(rest):
+        groups.append(list(rest))
+    to_groups = np.zeros((len(groups), len(variance)))
+    for group, members in enumerate(groups):
+        to_groups[group, members] = 1
+
+    def merged(one: Surplus) -> Surplus:
+        covariance = to_groups @ one.covariance @ to_groups.T
+        return Surplus(to_groups @ one.counts, to_groups @ one.expected, covariance)
+
+    return merged(first), merged(second)
+
+
+def _test_surplus(name: str, first: Surplus, second: Surplus, *, alpha: float) -> FeatureTest:
+    sizes = [max(1.0, float(one.counts.sum())) for one in (first, second)]
+    apart = (first.counts - first.expected) / sizes[0]
+    apart = apart - (second.counts - second.expected) / sizes[1]
+    covariance = first.covariance / sizes[0] ** 2 + second.covariance / sizes[1] ** 2
+    freedom = len(apart) - 1
+    statistic, p_value = 0.0, 1.0
+    if freedom:
+        # surpluses sum to 0, so the last bin says nothing new
+        inner = np.linalg.solve(covariance[:-1, :-1], apart[:-1])
+        statistic = float(apart[:-1] @ inner)
+        p_value = float(stats.chi2.sf(statistic, freedom))
+    spread = np.sqrt(np.diag(covariance).clip(min=0))
+    return FeatureTest(
+        name=name,
+        num_bins=freedom + 1,
+        statistic=statistic,
+        p_value=p_value,
+        adjusted_p=p_value,
+        differs=False,
+        tv=float(np.abs(apart).sum() / 2),
+        tv_by_chance=float(spread.sum() / np.sqrt(2 * np.pi)),
+        detectable_tv=detectable_tv(int(min(sizes)), freedom=freedom, alpha=alpha),
     )
 
 

@@ -26,9 +26,7 @@ from draftlab.targets.view import TargetView
 
 _SWITCHES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 # what a drafter's config may say; a key that is not here would be lost on the way
-EAGLE3_KEYS = (
-    SIZES | PLACES | {*_SWITCHES, "target_hidden_size", "draft_vocab_size", "tap_layers"}
-)
+EAGLE3_KEYS = SIZES | PLACES | {*_SWITCHES, "target_hidden_size", "draft_vocab_size", "tap_layers"}
 
 
 def eagle3_config(
@@ -55,7 +53,9 @@ def tapped_config(
     if own["fc_norm"] and own["norm_before_fc"]:
         problems.append("fc_norm and norm_before_fc are both on; it has one or the other")
     problems += [
-        f"{name}={own[name]!r} is no switch" for name in _SWITCHES if not isinstance(own[name], bool)
+        f"{name}={own[name]!r} is no switch"
+        for name in _SWITCHES
+        if not isinstance(own[name], bool)
     ]
     refuse(problems, "eagle3")
     taps = list(own["tap_layers"])

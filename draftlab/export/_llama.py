@@ -113,11 +113,11 @@ def layer_shapes(
     width, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    read = width if read is None else read
+    columns = width if read is None else read
     return {
-        f"{name}.self_attn.q_proj.weight": (queries, read),
-        f"{name}.self_attn.k_proj.weight": (keys, read),
-        f"{name}.self_attn.v_proj.weight": (keys, read),
+        f"{name}.self_attn.q_proj.weight": (queries, columns),
+        f"{name}.self_attn.k_proj.weight": (keys, columns),
+        f"{name}.self_attn.v_proj.weight": (keys, columns),
         f"{name}.self_attn.o_proj.weight": (width, queries),
         f"{name}.mlp.gate_proj.weight": (inner, width),
         f"{name}.mlp.up_proj.weight": (inner, width),

@@ -116,7 +116,9 @@ def _tiles(result: EvalResult) -> tuple[Tile, ...]:
         tiles.append(
             Tile(
                 words.plural(sum(a.num_defects for a in audits), "defect"),
-                "losslessness audit",
+                "LOSSY: audit of p > 0 alone"
+                if any(arm.is_lossy for arm in result.arms)
+                else "losslessness audit",
                 f"in {words.plural(sum(a.num_positions for a in audits), 'position')}",
             )
         )
@@ -130,7 +132,7 @@ def _lossless(result: EvalResult) -> tuple[str, ...]:
             lines.append(f"{arm.name}: not audited.")
             continue
         audit = arm.audit
-        lines.append(f"{arm.name}: {words.audit_words(audit)}")
+        lines.append(f"{arm.name}: {words.audit_words(audit, is_lossy=arm.is_lossy)}")
         if audit.is_greedy and audit.requires_identity:
             lines.append(
                 f"{arm.name}: wide and narrow passes of this target were found bitwise equal at "
@@ -204,10 +206,20 @@ def _yes_no(value: Any) -> str:
 
 def _sampling(same: dict[str, Any]) -> str:
     temperature = same.get("temperature")
-    filters = [f"{k} {same[k]}" for k in ("top_k", "top_p", "min_p") if same.get(k) is not None]
-    if temperature == 0:
-        return "0 (greedy)"
-    return ", ".join([str(temperature), *filters])
+    off = {
+        "top_k": None,
+        "top_p": None,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "logit_bias": [],
+        "min_new_tokens": 0,
+        "stop": [],
+    }
+    # older results do not have every key
+    on = [f"{key} {same[key]}" for key, value in off.items() if same.get(key, value) != value]
+    return ", ".join(["0 (greedy)" if temperature == 0 else str(temperature), *on])
 
 
 def _not_measured(given: ReportInput) -> tuple[str, ...]:
@@ -219,7 +231,8 @@ def _not_measured(given: ReportInput) -> tuple[str, ...]:
     else:
         lines.append(
             "Whether sampled outputs follow the target's law: that needs a two-sample test; the "
-            "audit here only checks that each token had probability above 0."
+            "audit here only checks that each token had probability above 0. draftlab audit "
+            "runs one."
         )
     lines += [
         "Speed with more than one request at a time: drafting gains less as the batch grows.",

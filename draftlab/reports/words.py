@@ -103,10 +103,15 @@ def best_arm(result: EvalResult) -> ArmResult:
 def verdict(result: EvalResult) -> Verdict:
     """Say what was found: output first if it is wrong, else speed."""
     best = best_arm(result)
-    lines = [line for arm in result.arms if (line := _arm_line(arm, result))]
+    lines = [lossy_words(arm) for arm in result.arms if arm.is_lossy]
+    lines += [line for arm in result.arms if (line := _arm_line(arm, result))]
     if best.speed and speed_side(best.speed.speedup, noise_half_width(result)) != "faster":
         lines.append(why_not_faster(best.name, best.speed))
-    lines += [f"{arm.name}: {audit_words(arm.audit)}" for arm in result.arms if arm.audit]
+    lines += [
+        f"{arm.name}: {audit_words(arm.audit, is_lossy=arm.is_lossy)}"
+        for arm in result.arms
+        if arm.audit
+    ]
     weakest = _weakest_domain(best)
     if weakest:
         lines.append(weakest)
@@ -116,7 +121,10 @@ def verdict(result: EvalResult) -> Verdict:
             "target alone produces"
         )
         return Verdict(f"{head}.", tuple(lines), "bad")
-    return Verdict(_headline(best, result), tuple(lines), _tone(best, result))
+    head = _headline(best, result)
+    if best.is_lossy:
+        head = f"LOSSY, not a lossless speedup: {head}"
+    return Verdict(head, tuple(lines), _tone(best, result))
 
 
 def _headline(best: ArmResult, result: EvalResult) -> str:
@@ -148,7 +156,17 @@ def _headline(best: ArmResult, result: EvalResult) -> str:
     )
 
 
+def lossy_words(arm: ArmResult) -> str:
+    """Say what a lossy rule means for everything that is told of an arm."""
+    return (
+        f"{arm.name}: its acceptance rule does not keep the target's law, so its answers differ "
+        "from what the target alone would say, and its speed is not that of a lossless drafter."
+    )
+
+
 def _unchanged(arm: ArmResult) -> str:
+    if arm.is_lossy:
+        return ", and its answers do not have the target's law"
     if arm.audit is None:
         return "; losslessness was not audited"
     if not arm.audit.is_greedy:
@@ -160,6 +178,8 @@ def _tone(best: ArmResult, result: EvalResult) -> Tone:
     if best.speed is None or best.audit is None:
         return "mixed"
     side = speed_side(best.speed.speedup, noise_half_width(result))
+    if best.is_lossy and side == "faster":
+        return "mixed"
     return {"faster": "good", "slower": "bad", "unclear": "mixed"}[side]  # type: ignore[return-value]
 
 
@@ -193,9 +213,14 @@ def why_not_faster(name: str, speed: SpeedStats) -> str:
     )
 
 
-def audit_words(audit: AuditVerdict) -> str:
+def audit_words(audit: AuditVerdict, *, is_lossy: bool = False) -> str:
     """Say what the audit found in one sentence."""
     positions = plural(audit.num_positions, "output position")
+    if is_lossy:
+        return (
+            f"lossless: NO, the rule is LOSSY. {plural(audit.num_defects, 'token')} of {positions} "
+            "had no probability under the target."
+        )
     if not audit.is_greedy:
         checked = f"{plural(audit.num_defects, 'token')} of {positions} had no probability"
         return f"sampled, {checked} under the target; the law itself was not tested here."

@@ -188,6 +188,7 @@ class FastDoor:
         lone = (
             step.ids.numel() == 1
             and step.depths is None
+            and step.is_prefix is None
             and step.base.device.type == "cpu"
             and int(step.base[0]) + 1 == step.live
         )
@@ -208,8 +209,11 @@ class _Writer:
         self._rows = step.rows
         self._live = step.live
         self._flat = kv.flat_slots(step.rows, step.slots)
-        r = step.rows.shape[0]
-        self._is_prefix = bool((step.rows == torch.arange(r, device=step.rows.device)).all())
+        is_prefix = step.is_prefix
+        if is_prefix is None:
+            in_order = torch.arange(step.rows.shape[0], device=step.rows.device)
+            is_prefix = bool((step.rows == in_order).all())
+        self._is_prefix = is_prefix
 
     def __call__(
         self, layer: int, keys: Float[Tensor, "R T H Dh"], values: Float[Tensor, "R T H Dh"]

@@ -23,6 +23,7 @@ class Step:
         live: slots from 0 that any row may look at: at least max(base) + T.
         depths: position of a column relative to `base`; None is the chain 0..T-1.
         ancestors: True where column i may see column j (itself included); None is the chain.
+        is_prefix: whether `rows` is 0..R-1 in order, where the host knows; None looks.
     """
 
     rows: Int[Tensor, " R"]
@@ -31,6 +32,7 @@ class Step:
     live: int
     depths: Int[Tensor, "R T"] | None = None
     ancestors: Bool[Tensor, "R T T"] | None = None
+    is_prefix: bool | None = None
 
     @property
     def columns(self) -> Int[Tensor, " T"]:

@@ -37,6 +37,9 @@ class Progress:
         total_steps: optimizer steps of the whole training; the schedule hangs on it.
         best_step: step of the best probe so far, or None.
         best_tau: its acceptance length, or None.
+        best_by: what made it the best, such as "tau".
+        best_score: that number of its probe.
+        idle_probes: probes since then.
     """
 
     step: int
@@ -45,6 +48,9 @@ class Progress:
     total_steps: int
     best_step: int | None
     best_tau: float | None
+    best_by: str | None = None
+    best_score: float | None = None
+    idle_probes: int = 0
 
 
 class CheckpointFolder:

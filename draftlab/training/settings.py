@@ -70,7 +70,7 @@ class TrainSettings(Settings):
         max_steps: optimizer steps.
         max_epochs: passes over the rows.
         max_minutes: time for the optimizer steps; turned into a number of steps once, at the start
-            (budget.py). Probes and checkpoints come on top.
+            (plan.py). Probes and checkpoints come on top.
         batch_rows: packed rows a process runs at once.
         accumulation: such batches added up before a step.
         row_tokens: length of a packed row, tokens.
@@ -80,6 +80,10 @@ class TrainSettings(Settings):
         log_every_steps: optimizer steps between lines of numbers.
         probe_every_steps: optimizer steps between probes, each with a checkpoint; None probes at
             every checkpoint.
+        best_by: what makes a probe the best: tau, tokens a verify step, or tokens_per_s, which also
+            weighs what drafting and verifying cost on this machine. Never the loss.
+        patience: probes in a row that may bring nothing better before training ends early; None
+            trains to the end.
     """
 
     max_steps: PositiveInt | None
@@ -93,6 +97,8 @@ class TrainSettings(Settings):
     keep_checkpoints: PositiveInt
     log_every_steps: PositiveInt
     probe_every_steps: PositiveInt | None
+    best_by: Literal["tau", "tokens_per_s"]
+    patience: PositiveInt | None
 
     @model_validator(mode="after")
     def _check(self) -> "TrainSettings":

@@ -24,7 +24,7 @@ from torch import distributed, nn
 
 from draftlab.drafters.base import Drafter
 from draftlab.drafters.store import save_drafter
-from draftlab.errors import CheckpointError, DraftlabError
+from draftlab.errors import CheckpointError, ConfigError, DraftlabError
 from draftlab.randomness import Noise
 from draftlab.targets.target import Target
 from draftlab.training.averaging import WeightAverage
@@ -52,7 +52,8 @@ class TrainingResult:
     """How a training ended.
 
     Attributes:
-        total_steps: optimizer steps done, over all resumes.
+        total_steps: optimizer steps done, over all resumes; fewer than planned when `patience`
+            ended the training.
         latest: the last checkpoint.
         best: the checkpoint whose probe was best; the last one when nothing was probed.
         best_tau: its acceptance length, or None.
@@ -62,6 +63,15 @@ class TrainingResult:
     latest: Path
     best: Path
     best_tau: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best probe so far: its step, what it was judged by, and its acceptance length."""
+
+    step: int
+    score: float
+    tau: float | None
 
 
 class Trainer:
@@ -93,14 +103,16 @@ class Trainer:
             seed: the run's seed; order and noise hang on it.
             folder: where checkpoints go (the run's `checkpoints`).
             on_checkpoint: called on the first process with (step, drafter in eval mode) for every
-                probe; may return numbers. The highest "tau" makes the best checkpoint.
+                probe; may return numbers. The highest "tau", or whatever `train.best_by` names,
+                makes the best checkpoint.
             metrics: called on the first process as metrics(step, split, **numbers).
             resume_from: `folder` itself to go on from its latest checkpoint (or to start, when it
                 has none), or one of its step-* folders; None to start anew.
             origin: plain data to keep in every saved drafter, such as recipe and data report.
 
         Raises:
-            ConfigError: nothing to train, or processes that this trainer does not know.
+            ConfigError: nothing to train, patience with nothing to probe, or processes that this
+                trainer does not know.
             DataError: captured features do not hold what the drafter needs.
             CheckpointError: `folder` belongs to another training.
         """
@@ -113,6 +125,12 @@ class Trainer:
         self._on_checkpoint = on_checkpoint
         self._metrics = metrics
         self._origin = origin or {}
+        if train.patience is not None and on_checkpoint is None:
+            raise ConfigError(
+                f"train.patience={train.patience} waits for better probes, but nothing can be "
+                "probed: no validation prompts, or a target that cannot decode drafts; pass "
+                "train.patience=null, or hold prompts out (data.validation_fraction)"
+            )
         self._parameters = trainable_parameters(drafter)
         rows.check_captured(drafter.needs)
         self._folder = CheckpointFolder(folder)
@@ -134,7 +152,9 @@ class Trainer:
             DrafterLoss(drafter), *self._optimizers
         )
         self._average: WeightAverage | None = None
-        self._best: tuple[int, float] | None = None
+        self._best: _Best | None = None
+        self._idle_probes = 0
+        self._done = 0
 
     def run(self) -> TrainingResult:
         """Train to the end of the plan, from the start or from where a checkpoint left off.
@@ -147,11 +167,15 @@ class Trainer:
         total = self._plan.total_steps
         if self.optim.ema_decay is not None:
             self._average = WeightAverage(self._parameters, self.optim.ema_decay)
-        done = 0 if self._resume_from is None else self._restore(self._resume_from)
-        display = ProgressDisplay(done=done, total=total, is_shown=self.accelerator.is_main_process)
+        if self._resume_from is not None:
+            self._done = self._restore(self._resume_from)
+        display = ProgressDisplay(
+            done=self._done, total=total, is_shown=self.accelerator.is_main_process
+        )
         meter = Meter(self.accelerator.device, self.accelerator.num_processes)
         with display.running():
-            for step in range(done + 1, total + 1):
+            while self._done < total and not self._is_out_of_patience():
+                step = self._done + 1
                 factor = lr_factor(step, total, self.optim)
                 grad_norm = self._step(step, factor, meter)
                 display.advance()
@@ -167,10 +191,18 @@ class Trainer:
                     }
                     self._log(step, "train", numbers)
                     display.show(step, numbers)
+                self._done = step
                 if saves:
                     with display.paused():
                         self._checkpoint(step)
         return self._result()
+
+    def _is_out_of_patience(self) -> bool:
+        patience = self.train.patience
+        if patience is None or self._idle_probes < patience:
+            return False
+        log.info("no better %s in %d probes: training ends here", self.train.best_by, patience)
+        return True
 
     def _step(self, step: int, factor: float, meter: Meter | None) -> float:
         """Do one optimizer step and return the norm of the full gradient, before clipping."""
@@ -301,6 +333,8 @@ class Trainer:
             is_best = self._probe(step)
             self._write(step, is_best=is_best)
         self.accelerator.wait_for_everyone()
+        # only the first process probes; all must end together
+        self._idle_probes = int(self._agree(float(self._idle_probes)))
 
     def _served(self) -> AbstractContextManager[None]:
         """Put the weights that are saved and probed into the drafter for a while."""
@@ -317,16 +351,30 @@ class Trainer:
         if not numbers:
             return False
         self._log(step, "validation", {f"accept/{name}": x for name, x in numbers.items()})
-        tau = numbers.get("tau")
-        if tau is None or (self._best is not None and tau <= self._best[1]):
+        score = numbers.get(self.train.best_by)
+        if score is None:
             return False
-        self._best = (step, float(tau))
+        if self._best is not None and score <= self._best.score:
+            self._idle_probes += 1
+            return False
+        self._best = _Best(step, float(score), numbers.get("tau"))
+        self._idle_probes = 0
         return True
 
     def _write(self, step: int, *, is_best: bool) -> None:
         epoch, position = divmod(step, self._order.steps_per_epoch)
-        best_step, best_tau = self._best or (None, None)
-        progress = Progress(step, epoch, position, self._plan.total_steps, best_step, best_tau)
+        best = self._best
+        progress = Progress(
+            step=step,
+            epoch=epoch,
+            position=position,
+            total_steps=self._plan.total_steps,
+            best_step=None if best is None else best.step,
+            best_tau=None if best is None else best.tau,
+            best_by=self.train.best_by,
+            best_score=None if best is None else best.score,
+            idle_probes=self._idle_probes,
+        )
 
         def write(folder: Path) -> None:
             extra = self._origin | {"step": step, "total_steps": self._plan.total_steps}
@@ -341,8 +389,12 @@ class Trainer:
         """Put a checkpoint's state back; return the optimizer steps done."""
         progress, tensors = read_state(folder)
         self._state().put(tensors, folder)
-        if progress.best_step is not None and progress.best_tau is not None:
-            self._best = (progress.best_step, progress.best_tau)
+        # scores of another kind do not compare: the next probe is then the best so far
+        is_comparable = progress.best_by in (None, self.train.best_by)
+        score = progress.best_tau if progress.best_by is None else progress.best_score
+        if is_comparable and progress.best_step is not None and score is not None:
+            self._best = _Best(progress.best_step, score, progress.best_tau)
+            self._idle_probes = progress.idle_probes
             if self.accelerator.is_main_process:
                 # the process may have died between the checkpoint and its name
                 self._folder.name_best(progress.best_step)
@@ -362,10 +414,10 @@ class Trainer:
         assert latest is not None  # the last step is always saved
         best = self._folder.best()
         return TrainingResult(
-            total_steps=self._plan.total_steps,
+            total_steps=self._done,
             latest=latest,
             best=latest if best is None else best,
-            best_tau=None if self._best is None else self._best[1],
+            best_tau=None if self._best is None else self._best.tau,
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from draftlab.cli.schema import (
+    AuditCommandSettings,
     EvalCommandSettings,
     ExportCommandSettings,
     GenerateCommandSettings,
@@ -23,6 +24,7 @@ OVERLAYS = {"debug"}  # partial on purpose: they override keys of other groups
 PRIMARIES = {
     "train": RunSettings,
     "eval": EvalCommandSettings,
+    "audit": AuditCommandSettings,
     "generate": GenerateCommandSettings,
     "export": ExportCommandSettings,
 }

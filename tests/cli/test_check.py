@@ -57,7 +57,9 @@ def test_every_bad_line_is_named(tmp_path, capsys):
 
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("draftlab.cli.estimate.free_bytes", lambda _: 2**30)
-    estimate = Estimate(num_prompts=1, memory_bytes=None, token_bytes=9, disk_bytes=5 * 2**30, minutes=None)
+    estimate = Estimate(
+        num_prompts=1, memory_bytes=None, token_bytes=9, disk_bytes=5 * 2**30, minutes=None
+    )
     with pytest.raises(ConfigError, match=r"1\.0 GiB free and this run may write 5\.0 GiB"):
         require_disk(estimate, tmp_path)
 

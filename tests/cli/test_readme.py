@@ -27,6 +27,7 @@ PRIMARIES = {
     "regenerate": ("train", schema.RunSettings),
     "demo": ("train", schema.RunSettings),
     "eval": ("eval", schema.EvalCommandSettings),
+    "audit": ("audit", schema.AuditCommandSettings),
     "bench": ("eval", schema.EvalCommandSettings),
     "generate": ("generate", schema.GenerateCommandSettings),
     "export": ("export", schema.ExportCommandSettings),

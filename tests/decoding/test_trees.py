@@ -2,21 +2,29 @@
 
 import pytest
 import torch
+import yaml
 from narrow import FALSE_ALARM, SAMPLING, exact_law, narrow_target, p_value
 from scripted import Markov, Scripted, ScriptedTree, decode_settings, perfect
 
+from draftlab.cli.schema import parse_drafter
 from draftlab.decoding.costs import TimeCurve
 from draftlab.decoding.decoder import Decoder
-from draftlab.decoding.plan import static_tree
-from draftlab.drafters.tree import DraftTree
+from draftlab.decoding.plan import make_plan, static_tree
+from draftlab.drafters.store import build_drafter
+from draftlab.drafters.tree import DraftTree, StaticTree
 from draftlab.errors import ConfigError
 from draftlab.sampling import draw
+from draftlab.settings.locate import conf_dir
 from draftlab.targets.tiny import tiny_target
 
 SHAPE = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 1], [2, 0, 1, 0]]
 TREE, DEPTH = static_tree(SHAPE)
 PARENTS = TREE.parents
 NODES = range(-1, len(PARENTS))
+
+
+def settings_of_kind(kind):
+    return parse_drafter(yaml.safe_load((conf_dir() / "drafter" / f"{kind}.yaml").read_text()))
 
 
 def outputs(generations):
@@ -212,3 +220,20 @@ def test_budgeted_trees_of_likeliest_tokens_keep_the_targets_law(narrow, law):
     decoder = Decoder(narrow, ScriptedTree(script), decode_settings(**SAMPLED, tree=tree))
     decoder._curves[500] = TimeCurve((1, 2, 3, 4), (1.0, 1.2, 1.35, 1.6))
     assert p_value(decoder, law) > FALSE_ALARM
+
+
+def test_a_measured_tree_is_what_the_drafter_counted_and_refused_where_it_counts_nothing():
+    target = tiny_target()
+    given = decode_settings(tree={"kind": "measured", "num_nodes": 3})
+    kinds = [settings_of_kind(name) for name in ("medusa", "ngram")]
+    medusa, ngram = (build_drafter(kind, target.view) for kind in kinds)
+    with pytest.raises(ConfigError, match="no counts"):
+        make_plan(given, medusa)
+    medusa.rank_hits[:, -1] = 10
+    medusa.rank_hits[:, 0] = 8
+    medusa.rank_hits[0, 1] = 6
+    plan = make_plan(given, medusa)
+    assert (plan.depth, plan.num_nodes) == (2, 3)
+    assert plan.shape == StaticTree((-1, -1, 0), (0, 1, 0))
+    with pytest.raises(ConfigError, match="has not counted"):
+        make_plan(given, ngram)

@@ -90,15 +90,19 @@ def test_a_token_after_an_end_token_is_a_defect_even_if_the_target_would_say_it(
         target.spec = original
 
 
-def test_a_near_tie_is_excused_only_while_identity_is_not_required(target, answers, monkeypatch):
-    monkeypatch.setattr("draftlab.evaluation.lossless.measure_tolerance", lambda *a, **k: 1e9)
+@pytest.mark.parametrize("probed", [False, True])
+def test_a_near_tie_is_excused_only_where_passes_were_measured_to_differ(
+    target, answers, monkeypatch, probed
+):
     wrong = [with_token(answers[0], 11, (answers[0].output_ids[11] + 1) % 250)]
-    monkeypatch.setitem(target.report, "rows_bitwise_equal", False)
+    monkeypatch.setitem(target.report, "rows_bitwise_equal", probed)
+    measured = "draftlab.evaluation.lossless.measure_tolerance"
+    monkeypatch.setattr(measured, lambda *a, **k: 1e9)
     excused = audited(target, wrong)
-    assert (excused.num_ties, excused.num_defects) == (1, 0)
-    monkeypatch.setitem(target.report, "rows_bitwise_equal", True)
+    assert (excused.num_ties, excused.num_defects, excused.requires_identity) == (1, 0, False)
+    monkeypatch.setattr(measured, lambda *a, **k: 0.0)
     strict = audited(target, wrong)
-    assert (strict.num_ties, strict.num_defects, strict.requires_identity) == (0, 1, True)
+    assert (strict.num_ties, strict.num_defects, strict.requires_identity) == (0, 1, probed)
 
 
 def test_logits_that_are_no_numbers_are_never_excused(target, answers, monkeypatch):

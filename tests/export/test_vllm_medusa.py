@@ -93,4 +93,4 @@ def test_a_switch_that_vllm_does_not_read_is_refused_by_name(target, build):
     own = build("medusa").serving_weights()
     serving = ServingWeights("medusa", {**own.config, "gated": True}, own.tensors)
     with pytest.raises(NotExportable, match="gated"):
-        medusa_config(serving, target.view)
+        medusa_config(serving, target.view, None)

@@ -49,6 +49,7 @@ WAYS = {
     "tree without replacement": ({"rule": "without_replacement", "tree": FORK}, "token"),
     "tree of points": ({"rule": "point_mass", "tree": FORK}, "points"),
 }
+LARGE = ("tree without replacement",)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def deeper():
-    return five_word_target(num_hidden_layers=3)
+    return five_word_target(num_hidden_layers=4)
 
 
 def settings_for(sampling, **changes):
@@ -94,8 +95,15 @@ def total_variation(monkeypatch, target, drafter, way, sampling, length=4, depth
     return distance(law, words.joint()), answers
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("way", WAYS)
+CASES = [
+    # the largest of them, seconds each
+    pytest.param(way, name, marks=[pytest.mark.slow] * (way in LARGE and name != "penalties"))
+    for way in WAYS
+    for name in SAMPLINGS
+]
+
+
+@pytest.mark.parametrize(("way", "name"), CASES)
 def test_whole_answers_have_the_targets_law(monkeypatch, target, way, name):
     drafter = FiveWords(2, SUPPORTS[name])
     off, answers = total_variation(monkeypatch, target, drafter, way, SAMPLINGS[name])
@@ -156,9 +164,9 @@ def test_drafters_of_the_house_keep_the_law_with_what_they_remember(
     monkeypatch, target, deeper, case, way
 ):
     """Their drafts are foretold after a fresh prefill; in the engine they follow from rounds."""
-    if case == "self_speculative":
-        target = deeper
     sampling = Sampling(temperature=1.3, top_k=2)
+    if case == "self_speculative":
+        target, sampling = deeper, Sampling(temperature=2.0, top_k=3)
     drafter = make(case, target)
     off, answers = total_variation(monkeypatch, target, drafter, way, sampling)
     assert off < TOLERANCE
@@ -171,7 +179,7 @@ def test_drafters_of_the_house_keep_the_law_with_what_they_remember(
 @pytest.mark.parametrize("way", ["speculative", "block", "tree without replacement"])
 def test_a_drafter_that_tells_another_law_than_it_drew_from_is_seen(monkeypatch, target, way):
     drafter = Sharpened(2, SUPPORTS["top-k"])
-    off, _ = total_variation(monkeypatch, target, drafter, way, SAMPLINGS["top-k"])
+    off, _ = total_variation(monkeypatch, target, drafter, way, SAMPLINGS["top-k"], length=3)
     assert off > SEEN
 
 

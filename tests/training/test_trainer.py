@@ -125,6 +125,44 @@ def test_the_best_checkpoint_has_the_highest_tau_and_survives_rotation(target, t
     assert numbers.column("accept/tau") == taus
 
 
+def test_the_best_checkpoint_follows_tokens_per_s_where_that_is_asked(target, tmp_path):
+    numbers = {1: (1.2, 30.0), 2: (1.9, 20.0), 3: (1.4, 25.0)}
+    train = train_settings(max_steps=3, save_every_steps=1, best_by="tokens_per_s")
+    result, _, _ = run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        train=train,
+        on_checkpoint=lambda step, _: dict(
+            zip(("tau", "tokens_per_s"), numbers[step], strict=True)
+        ),
+    )
+    assert (result.best.name, result.best_tau) == ("step-000001", 1.2)
+
+
+def test_training_ends_when_patience_does_and_stays_ended(target, tmp_path):
+    taus = {1: 1.2, 2: 1.1, 3: 1.3, 4: 1.3, 5: 1.2}
+    seen = []
+
+    def probe(step, drafter):
+        seen.append(step)
+        return {"tau": taus[step]}
+
+    train = train_settings(max_steps=9, save_every_steps=1, patience=2)
+    options = {"answers": ANSWERS, "target": target, "train": train, "on_checkpoint": probe}
+    result, _, _ = run_training(tmp_path, **options)
+    assert seen == [1, 2, 3, 4, 5]
+    assert (result.total_steps, result.best.name) == (5, "step-000003")
+    again, _, _ = run_training(tmp_path, resume_from=tmp_path, **options)
+    assert (again.total_steps, again.best.name) == (5, "step-000003")
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_patience_without_anything_to_probe_is_refused(target, tmp_path):
+    with pytest.raises(ConfigError, match="nothing can be probed"):
+        run_training(tmp_path, answers=ANSWERS, target=target, train=train_settings(patience=2))
+
+
 def test_probes_keep_their_own_rhythm(target, tmp_path):
     seen = []
     train = train_settings(max_steps=7, save_every_steps=2, probe_every_steps=3, keep_checkpoints=9)

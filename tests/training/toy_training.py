@@ -144,6 +144,8 @@ def train_settings(**changes: Any) -> TrainSettings:
         "keep_checkpoints": 2,
         "log_every_steps": 1,
         "probe_every_steps": None,
+        "best_by": "tau",
+        "patience": None,
     }
     return TrainSettings(**(plain | changes))
 

@@ -47,9 +47,9 @@ def verify_block(
     partial = (u * (left + 1 - weights) < left) | (weights == 1)
     whole = columns == (tree.num_nodes - 1).unsqueeze(1)
     passes = torch.where(whole, u < weights, partial) & counting_nodes(tree)
-    num_accepted = torch.where(passes, columns + 1, 0).max(1).values
+    num_accepted = ((columns + 1) * passes).max(1).values
     at = (num_accepted - 1).clamp_min(0).unsqueeze(1)
-    scale = torch.where(num_accepted > 0, weights.gather(1, at).squeeze(1), 1.0)
+    scale = weights.gather(1, at).squeeze(1).masked_fill(num_accepted == 0, 1.0)
     next_token = draw_after_chain(tree, target_probs, num_accepted, next_uniforms, scale)
     return chain_verdict(tree, num_accepted, next_token)
 

@@ -45,5 +45,7 @@ def chain_verdict(
 ) -> Verdict:
     """Write down an accepted run: its nodes are the first ones."""
     columns = torch.arange(tree.tokens.shape[1], device=num_accepted.device)
-    path = torch.where(columns < num_accepted.unsqueeze(1), columns, -1)
+    # no `where` with a number: it would bring the number to the device, and wait
+    is_behind = columns >= num_accepted.unsqueeze(1)
+    path = columns.expand(is_behind.shape).masked_fill(is_behind, -1)
     return Verdict(path=path, num_accepted=num_accepted, next_token=next_token)

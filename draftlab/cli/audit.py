@@ -1,0 +1,86 @@
+"""`draftlab audit`: does a drafter change what the target says?"""
+
+import itertools
+from collections.abc import Sequence
+
+from draftlab.cli.words import split_words
+from draftlab.runs.run_dir import create_run, write_json
+
+HELP = """usage: draftlab audit drafter=DRAFTER [target=...] [audit.minutes=5] [key=value ...]
+
+Checks, on your target in its dtype and with its kernels, that decoding with this drafter gives what
+the target alone gives. Nothing here is taken from the passes that verified drafts.
+
+greedy   Every token of every answer is scored again by the target alone, after its own prefix and
+         one token a pass. A token below the largest logit by more than the tolerance is a defect.
+         The tolerance is measured (how far wide passes move logits on the same prefixes); where
+         they move nothing there is none. Beside it: how often plain decoding itself forks when
+         several prompts run at once. That is the rounding you live with anyway.
+sampled  Many short answers with drafts and without, compared as draws of one law: first tokens
+         together, each place by the rank of its token, all tokens against their probabilities,
+         lengths. Holm's correction; alpha and the smallest difference that is surely found are
+         printed. With rule=sampled_verify also: the same seed gives the same tokens.
+
+Ends with exit code 3 when something speaks against losslessness. LOSSY rules always do. Writes
+audit.json into the run that the drafter belongs to, else into a run of its own.
+
+  drafter=DRAFTER              ngram, a run, a drafter folder or a hub id
+  target=... hardware=...      a run's own when left out; target.dtype=float32 for another dtype
+  audit.minutes=5              time for sampled answers, or their number: audit.samples=2048
+  audit.prompts=12 audit.max_new_tokens=64      greedy answers
+  audit.sampled_prompts=2 audit.sampled_tokens=8 audit.alpha=0.001
+  decode=sampled|greedy        sampled (the default) audits both parts; greedy the first alone
+  decode.rule=RULE             block, speculative, point_mass, sampled_verify, ...
+  decode.temperature=0.7 decode.top_p=0.9 decode.num_draft_tokens=4 decode.tree={...}
+  eval.prompts=my.jsonl        prompts of your own
+
+examples:
+  draftlab audit drafter=ngram target=demo
+  draftlab audit drafter=outputs/demo/20261129-101500-ab12 audit.minutes=20
+  draftlab audit drafter=ngram target=demo decode.rule=sampled_verify audit.samples=512
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Audit, write audit.json, and say the verdict."""
+    _, words = split_words(args, most=0)
+    from draftlab.cli.drafters import compose_for_drafters, find_owning_run, open_drafter
+    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.measure import load_eval_prompts, require_eval_prompts
+    from draftlab.cli.progress import StageTicker
+    from draftlab.cli.schema import AuditCommandSettings, settings_of
+    from draftlab.errors import LosslessViolation
+    from draftlab.evaluation.audit import audit_drafter
+    from draftlab.evaluation.audit_results import report_to_json
+    from draftlab.reports.audit import audit_headline, audit_lines
+    from draftlab.runs.provenance import collect_provenance
+    from draftlab.targets.load import load_target, resolve
+
+    settings = settings_of(AuditCommandSettings, compose_for_drafters("audit", words))
+    require_eval_prompts(settings.eval, settings.paths.cache / "data")
+    apply_hardware(settings.hardware)
+    settings = settings.model_copy(update={"target": resolve(settings.target)})
+    target = load_target(settings.target)
+    drafter = open_drafter(settings.drafter, target)
+    prompts, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
+    ticker = StageTicker()
+    try:
+        report = audit_drafter(
+            target, drafter, prompts, settings.audit, settings.decode, progress=ticker
+        )
+    finally:
+        ticker.close()
+    owner = find_owning_run(settings.drafter) if isinstance(settings.drafter, str) else None
+    if owner is None:
+        owner = create_run(settings.paths.outputs, "audit")
+        owner.write_config(settings.model_dump(mode="json"))
+        write_json(owner.provenance_path, collect_provenance(seed=settings.seed))
+    # one file an audit: the verdict on one rule does not replace another's
+    names = itertools.chain(["audit.json"], (f"audit-{i}.json" for i in itertools.count(2)))
+    path = next(p for name in names if not (p := owner.path / name).exists())
+    write_json(path, report_to_json(report))
+    headline = audit_headline(report)
+    print("\n".join([*audit_lines(report), headline, f"written to {path}"]))
+    if not report.passes:
+        raise LosslessViolation(f"{headline} The findings stand above and in {path}")
+    return 0

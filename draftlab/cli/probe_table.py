@@ -1,0 +1,91 @@
+"""The table at the end of a training: where loss, acceptance and speed disagree.
+
+In: the run's numbers. Out: one line a probe; a star at each column's best.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLine:
+    """One probe.
+
+    Attributes:
+        step: optimizer steps done.
+        loss: mean of the training loss since the probe before.
+        tau: acceptance length on validation prompts.
+        tokens_per_s: modelled, None where it was not.
+    """
+
+    step: int
+    loss: float | None
+    tau: float
+    tokens_per_s: float | None
+
+
+def list_probes(numbers: Iterable[Mapping[str, Any]]) -> list[ProbeLine]:
+    """Read the probes out of a run's metrics, in order of steps."""
+    losses: list[float] = []
+    lines = []
+    for row in sorted(numbers, key=lambda row: (row["step"], row["split"] != "train")):
+        if "train/loss" in row:
+            losses.append(row["train/loss"])
+        if "accept/tau" in row:
+            loss = sum(losses) / len(losses) if losses else None
+            lines.append(
+                ProbeLine(row["step"], loss, row["accept/tau"], row.get("accept/tokens_per_s"))
+            )
+            losses.clear()
+    return lines
+
+
+def describe_probes(lines: list[ProbeLine], best_by: str) -> str:
+    """Lay the probes out, and say whether the columns agree on the best step.
+
+    Args:
+        lines: at least one.
+        best_by: what `best` was chosen by.
+    """
+    columns = {
+        "loss": [None if line.loss is None else -line.loss for line in lines],
+        "tau": [line.tau for line in lines],
+        "tokens_per_s": [line.tokens_per_s for line in lines],
+    }
+    best = {name: _place_of_largest(column) for name, column in columns.items()}
+    rows = [["step", "loss ", "tau ", "tokens/s "]]
+    for place, line in enumerate(lines):
+        cells = (
+            ("loss", line.loss, ".4f"),
+            ("tau", line.tau, ".3f"),
+            ("tokens_per_s", line.tokens_per_s, ".1f"),
+        )
+        marked = [_cell(value, form, is_best=best[name] == place) for name, value, form in cells]
+        rows.append([str(line.step), *marked])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    steps = {name: lines[place].step for name, place in best.items() if place is not None}
+    said = ", ".join(f"{_WORDS[name]} at step {step}" for name, step in steps.items())
+    verdict = "they agree" if len(set(steps.values())) == 1 else "they disagree"
+    return "\n".join(
+        [
+            "probes (* best of its column; tokens/s modelled at batch 1):",
+            *table,
+            f"best {said}: {verdict}; `best` follows {_WORDS[best_by]}",
+        ]
+    )
+
+
+_WORDS = {"loss": "loss", "tau": "tau", "tokens_per_s": "tokens/s"}
+
+
+def _place_of_largest(column: list[float | None]) -> int | None:
+    places = [place for place, value in enumerate(column) if value is not None]
+    # the first of equals: later steps cost more and bring no more
+    return max(places, key=lambda place: (column[place], -place), default=None)
+
+
+def _cell(value: float | None, form: str, *, is_best: bool) -> str:
+    text = "-" if value is None else format(value, form)
+    return text + ("*" if is_best else " ")

@@ -1,0 +1,311 @@
+"""Rounds on the device alone, run eagerly here: the ordinary decoder's tokens, and no sync."""
+
+import pytest
+import torch
+from scripted import Scripted, ScriptedSettings, decode_settings
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.graphs import StaticRunner, refuse_graphs, refuse_rows, wants_graphs
+from draftlab.decoding.plan import make_plan
+from draftlab.decoding.requests import make_rows
+from draftlab.decoding.static_round import StaticRound
+from draftlab.decoding.timing import DeviceClock
+from draftlab.drafters._static import AlreadyStatic
+from draftlab.drafters.base import Drafter, drafter_class
+from draftlab.drafters.store import build_drafter
+from draftlab.drafters.tree import chain_of_points
+from draftlab.errors import ConfigError
+from draftlab.settings.base import parse_settings
+from draftlab.settings.compose import compose
+from draftlab.targets.features import FeatureRequest
+from draftlab.targets.load import choose_kernels
+from draftlab.targets.tiny import tiny_target
+
+SAMPLED = {"temperature": 0.9}
+
+
+class Bigram(Drafter, kind="bigram", settings=ScriptedSettings):
+    """Says what followed the newest token in some text: often right, often not."""
+
+    def __init__(self, follows, num_draft_tokens=4):
+        super().__init__()
+        self.settings = ScriptedSettings(kind="bigram", num_draft_tokens=num_draft_tokens)
+        self.follows = follows
+
+    @property
+    def needs(self):
+        return FeatureRequest()
+
+    def forward(self, batch, features, noise):
+        raise NotImplementedError
+
+    def open(self, slots, capacity, kv):
+        return torch.zeros(slots, dtype=torch.int64)
+
+    def observe(self, state, seen):
+        last = (seen.lengths - 1).clamp_min(0).unsqueeze(1)
+        newest = seen.next_ids.gather(1, last).squeeze(1)
+        state[seen.rows] = torch.where(seen.lengths > 0, newest, state[seen.rows])
+
+    def propose(self, state, budget, uniforms):
+        tokens = [self.follows[state[budget.rows]]]
+        for _ in range(budget.num_draft_tokens - 1):
+            tokens.append(self.follows[tokens[-1]])
+        return chain_of_points(torch.stack(tokens, dim=1))
+
+    def close(self, state, rows):
+        state[rows] = 0
+
+    def static_rounds(self):
+        return AlreadyStatic(self)
+
+
+CHAINS = {
+    "plain": None,
+    "eagle3": {"kind": "eagle3"},
+    "eagle3-reduced": {"kind": "eagle3", "draft_vocab_size": 120},
+    "eagle": {"kind": "eagle"},
+    "medusa": {"kind": "medusa"},
+    "bigram": {"kind": "bigram"},
+}
+
+
+PROMPTS = [
+    torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (5, 1, 17, 30, 9)
+]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return PROMPTS
+
+
+@pytest.fixture(scope="module")
+def fast():
+    target = tiny_target("llama", num_hidden_layers=3)
+    choose_kernels(target, "fast")
+    return target
+
+
+def drafter_of(name, target):
+    words = CHAINS[name]
+    if words is None:
+        return None
+    if name == "bigram":
+        follows = torch.arange(target.spec.vocab_size)
+        for answer in Decoder(target, None, decode_settings()).generate(PROMPTS):
+            ids = torch.tensor([answer.prompt_ids[-1], *answer.output_ids])
+            follows[ids[:-1]] = ids[1:]
+        return Bigram(follows)
+    data = compose("train", [f"drafter={words['kind']}"]).data["drafter"] | words
+    settings = parse_settings(drafter_class(words["kind"]).settings_class, data)
+    counts = torch.arange(target.spec.vocab_size) if "draft_vocab_size" in words else None
+    return build_drafter(settings, target.view, counts).to(target.dtype).eval()
+
+
+def runner_of(target, drafter, settings, **choices):
+    eos = frozenset() if settings.ignore_eos else frozenset(target.spec.eos_ids)
+    return StaticRunner(
+        target,
+        drafter,
+        settings,
+        make_plan(settings, drafter),
+        clock=DeviceClock(target.device),
+        eos_ids=eos,
+        captures=False,
+        **choices,
+    )
+
+
+def answers_of(runner, target, drafter, settings, prompts, *, limits, batch_size, on_tokens=None):
+    rows = make_rows(
+        target,
+        prompts,
+        sampling=settings.sampling,
+        max_new_tokens=limits,
+        stops=None,
+        row_keys=None,
+    )
+    rule = Decoder(target, drafter, settings)._judge.rule
+    assert refuse_rows(rows) is None
+    found = list(runner.run(rows, batch_size, on_tokens, rule))
+    return sorted(found, key=lambda answer: answer.prompt_index)
+
+
+def compared(target, drafter, prompts, *, batch_size=3, limits=None, rounds=4, **words):
+    settings = decode_settings(**words)
+    limits = limits or [12, 5, 20, 1, 9][: len(prompts)]
+    expected = Decoder(target, drafter, settings).generate(
+        prompts, max_new_tokens=limits, batch_size=batch_size
+    )
+    runner = runner_of(target, drafter, settings, rounds=rounds)
+    found = answers_of(
+        runner, target, drafter, settings, prompts, limits=limits, batch_size=batch_size
+    )
+    return expected, found
+
+
+def facts(answers):
+    return [
+        (
+            answer.output_ids,
+            answer.finish,
+            [(s.num_drafted, s.num_accepted, s.num_emitted) for s in answer.steps],
+        )
+        for answer in answers
+    ]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_greedy_tokens_and_steps_are_those_of_the_ordinary_decoder(name, fast, prompts):
+    expected, found = compared(fast, drafter_of(name, fast), prompts)
+    assert facts(found) == facts(expected)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "point_mass", "sampled_verify"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-reduced", "medusa"])
+def test_drawn_tokens_are_those_of_the_ordinary_decoder(name, rule, fast, prompts):
+    expected, found = compared(fast, drafter_of(name, fast), prompts, rule=rule, **SAMPLED)
+    assert facts(found) == facts(expected)
+
+
+@pytest.mark.parametrize("words", [{}, {"rule": "point_mass", **SAMPLED}])
+def test_every_number_of_accepted_tokens_is_committed_alike(words, fast):
+    prompts = [PROMPTS[k % 5] + [k] for k in range(8)]
+    drafter = drafter_of("bigram", fast)
+    expected, found = compared(fast, drafter, prompts, limits=[24] * 8, batch_size=4, **words)
+    assert facts(found) == facts(expected)
+    assert {0, 1, 2, 4} <= {step.num_accepted for answer in found for step in answer.steps}
+
+
+def test_plain_draws_do_not_depend_on_where_the_host_looks(fast, prompts):
+    expected, found = compared(fast, None, prompts, rounds=7, **SAMPLED)
+    assert facts(found) == facts(expected)
+
+
+def test_an_end_token_ends_an_answer_inside_an_accepted_run(fast, prompts):
+    drafter = drafter_of("bigram", fast)
+    free = Decoder(fast, None, decode_settings()).generate(prompts[:3], max_new_tokens=30)
+    ends = fast.spec.eos_ids
+    try:
+        # a token of the answers themselves, so that it surely comes
+        object.__setattr__(fast.spec, "eos_ids", (free[0].output_ids[7],))
+        expected, found = compared(fast, drafter, prompts[:3], limits=[30, 30, 30])
+    finally:
+        object.__setattr__(fast.spec, "eos_ids", ends)
+    assert facts(found) == facts(expected)
+    assert found[0].finish == "eos"
+
+
+def test_memory_of_an_earlier_call_leaves_no_trace(fast, prompts):
+    settings = decode_settings()
+    drafter = drafter_of("eagle3", fast)
+    runner = runner_of(fast, drafter, settings)
+    expected = facts(Decoder(fast, drafter, settings).generate(prompts, max_new_tokens=9))
+    for _ in range(2):
+        found = answers_of(runner, fast, drafter, settings, prompts, limits=9, batch_size=2)
+        assert facts(found) == expected
+    assert len(runner._sessions) == 1
+
+
+def test_tokens_are_told_round_by_round(fast, prompts):
+    told = []
+    settings = decode_settings()
+    found = answers_of(
+        runner_of(fast, None, settings),
+        fast,
+        None,
+        settings,
+        prompts[:1],
+        limits=7,
+        batch_size=1,
+        on_tokens=lambda index, tokens, accepted: told.append((index, tokens, accepted)),
+    )
+    assert told == [(0, [token], 0) for token in found[0].output_ids]
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what makes the host wait for a device, or copies a number to it."""
+
+    words = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "lift_fresh")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        assert name.removeprefix("aten::") not in self.words, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class NoNumbersInWhere(TorchFunctionMode):
+    """Refuses `where` with a Python number: on CUDA the number is copied, and waited for."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.where, torch.Tensor.where):
+            numbers = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, float | int)]
+            assert not numbers, f"where with {numbers}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"rule": "block", **SAMPLED}, {"rule": "speculative", **SAMPLED}]
+)
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "bigram"])
+def test_a_round_never_waits_for_the_device(name, words, fast, prompts, monkeypatch):
+    if CHAINS[name] is None and words:
+        words = SAMPLED
+    drafter = drafter_of(name, fast)
+    settings = decode_settings(**words)
+    runner = runner_of(fast, drafter, settings)
+    run, seen = StaticRound.run, []
+
+    def guarded(self, live):
+        if seen:  # laws are made into tensors once, before any capture
+            with NoSync(), NoNumbersInWhere():
+                run(self, live)
+        else:
+            run(self, live)
+        seen.append(live)
+
+    monkeypatch.setattr(StaticRound, "run", guarded)
+    answers_of(runner, fast, drafter, settings, prompts[:2], limits=12, batch_size=2)
+    assert len(seen) > 2
+
+
+def test_the_guard_finds_a_sync():
+    with pytest.raises(AssertionError, match="waits"), NoSync():
+        bool(torch.ones(1) > 0)
+    with pytest.raises(AssertionError, match="waits"), NoSync():
+        torch.ones(2)[torch.ones(2) > 0]
+    with pytest.raises(AssertionError, match="where with"), NoNumbersInWhere():
+        torch.where(torch.ones(1) > 0, torch.ones(1), 0)
+
+
+def test_graphs_forced_on_a_cpu_are_refused_with_the_reason(fast):
+    with pytest.raises(ConfigError, match=r"decode\.graphs=on cannot take effect: the target"):
+        Decoder(fast, None, decode_settings(graphs="on"))
+
+
+def test_auto_keeps_to_the_ordinary_rounds_on_a_cpu(fast):
+    settings = decode_settings()
+    assert not wants_graphs(fast, None, settings, make_plan(settings, None), has_listener=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"tree": {"kind": "static", "shape": [2]}}, "chosen shape"),
+        ({"fallback": True}, "clock"),
+        ({"min_confidence": 0.5}, "chosen shape or length"),
+    ],
+)
+def test_what_needs_the_host_is_told(words, reason, fast):
+    drafter = drafter_of("medusa", fast)
+    settings = decode_settings(**words)
+    assert reason in refuse_graphs(fast, drafter, settings, make_plan(settings, drafter))
+
+
+def test_a_drafter_of_the_host_is_told(fast):
+    settings, drafter = decode_settings(), Scripted(lambda prefix, depth: [])
+    assert "scripted" in refuse_graphs(fast, drafter, settings, make_plan(settings, drafter))

@@ -1,0 +1,79 @@
+"""vLLM's side of the parity tests: run by an interpreter that has vLLM, and knows no draftlab.
+
+`PYTHON engine.py ASKED.json ANSWERED.json`. In: a target's folder, prompts, and the speculative
+configs to try one after the other. Out: of each, the tokens of every answer and vLLM's counters, or
+the error that it ended with.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+import vllm
+from vllm.distributed import cleanup_dist_env_and_memory
+
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+
+def answer(asked, speculative):
+    model = vllm.LLM(
+        model=asked["target"],
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=speculative,
+    )
+    before = counters(model)
+    limits = vllm.SamplingParams(
+        temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    out = model.generate(prompts, limits, use_tqdm=False)
+    tokens = [list(one.outputs[0].token_ids) for one in out]
+    after = counters(model)
+    del model
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    per_position = [a - b for a, b in zip(after[3], before[3] or [0] * len(after[3]), strict=True)]
+    return {
+        "tokens": tokens,
+        "num_drafts": after[0] - before[0],
+        "per_position": per_position,
+    }
+
+
+def counters(model):
+    """Read them; they belong to the process, so an earlier model's are still in."""
+    found = {metric.name: metric for metric in model.get_metrics()}
+    read = []
+    for name in COUNTERS:
+        metric = found.get(f"vllm:spec_decode_{name}")
+        read.append(getattr(metric, "values", None) or getattr(metric, "value", 0))
+    return read
+
+
+def tried(asked, speculative):
+    try:
+        return answer(asked, speculative)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    found = {name: tried(given, config) for name, config in given["heads"].items()}
+    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")

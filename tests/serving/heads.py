@@ -1,0 +1,126 @@
+"""A small target, heads trained on its answers for seconds, and what our own decoder does with them.
+
+The target has 64 rows for 61 tokens, so that heads with a draft vocabulary or a mask token meet
+padding rows as they do in real models. Its layers are damped: then a head of one layer learns
+enough in a few hundred steps to be right about half of the time, at every depth.
+"""
+
+import torch
+import yaml
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftlab.data.batch import TokenBatch
+from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.settings import DecodeSettings
+from draftlab.drafters.base import drafter_class
+from draftlab.drafters.store import build_drafter
+from draftlab.randomness import Noise
+from draftlab.settings.base import parse_settings
+from draftlab.settings.locate import conf_dir
+from draftlab.targets.target import build_target
+
+ROWS, TOKENS = 64, 61
+DAMPING = 0.5
+PROMPTS = [[3, 17, 40, 9, 22], [50, 2, 31, 8, 8, 60, 14], [12, 45, 33], [7, 29, 19, 55, 1, 36]]
+MAX_TOKENS = 48
+
+
+def make_target():
+    config = LlamaConfig(
+        vocab_size=ROWS,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(DAMPING)
+            layer.mlp.down_proj.weight.mul_(DAMPING)
+        model.lm_head.weight.mul_(3.0)
+        model.lm_head.weight[TOKENS:] = 0.0
+    words = {f"t{i}": i for i in range(TOKENS)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t2")),
+        eos_token="t0",
+        pad_token="t1",
+        unk_token="t2",
+    )
+    return build_target(model, tokenizer, name="served", source="tiny")
+
+
+def train(target, kind, *, steps, lr=3e-3, vocab=None, **keys):
+    """Build a drafter and train it on what the target says."""
+    data = yaml.safe_load((conf_dir() / "drafter" / f"{kind}.yaml").read_text())
+    settings = drafter_class(kind).settings_class(**{**data, **keys})
+    drafter = build_drafter(settings, target.view, vocab, seed=1)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr)
+    batches = [make_batch(target, seed) for seed in range(4)]
+    features = [target.read_features(batch, drafter.needs) for batch in batches]
+    drafter.train()
+    for step in range(steps):
+        which = step % len(batches)
+        loss = drafter(batches[which], features[which], Noise(0, epoch=step))
+        optimizer.zero_grad()
+        (loss.total / batches[which].num_sequences).backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+def make_batch(target, seed, count=16):
+    """Answers of the target to random prompts, drawn at its own law."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(2, TOKENS, (count, 6), generator=generator).tolist()
+    settings = decode_settings(temperature=1.0, seed=seed, max_new_tokens=42, batch_size=count)
+    rows = [
+        [*g.prompt_ids, *g.output_ids] for g in Decoder(target, None, settings).generate(prompts)
+    ]
+    ids = torch.tensor(rows)
+    order = torch.arange(ids.shape[1]).expand_as(ids)
+    samples = torch.arange(count).unsqueeze(1).expand_as(ids) + seed * count
+    return TokenBatch(
+        input_ids=ids,
+        loss_mask=order >= 6,
+        positions=order.contiguous(),
+        segment_ids=torch.zeros_like(ids),
+        sample_ids=samples.contiguous(),
+    )
+
+
+def decode_settings(**changes):
+    data = yaml.safe_load((conf_dir() / "decode" / "greedy.yaml").read_text())
+    fixed = {"ignore_eos": True, "fallback": False}
+    return parse_settings(DecodeSettings, data | fixed | changes)
+
+
+def decode(target, drafter, depth):
+    """Give tokens and, per position, how often a draft there was accepted, as vLLM counts.
+
+    Our decoder cuts the last drafts to the room that is left; vLLM does not. So ours goes on for a
+    block longer, and only steps that begin before the limit are counted.
+    """
+    settings = decode_settings(num_draft_tokens=depth, max_new_tokens=MAX_TOKENS + depth + 1)
+    found = Decoder(target, drafter, settings).generate(PROMPTS)
+    counts, drafts = [0] * depth, 0
+    for answer in found:
+        known = 1  # the token that came with prefill
+        for step in answer.steps:
+            if known >= MAX_TOKENS:
+                break
+            assert step.num_drafted == depth
+            drafts += 1
+            for k in range(step.num_accepted):
+                counts[k] += 1
+            known += step.num_emitted
+    return [list(answer.output_ids[:MAX_TOKENS]) for answer in found], drafts, counts
