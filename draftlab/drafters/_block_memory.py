@@ -108,9 +108,8 @@ class BlockMemory:
             table[positions].unsqueeze(2).expand(*keys.shape[:3], -1)
             for table in (self._cos, self._sin)
         ]
-        new = torch.stack([rotate(keys, *angles), values]).flatten(1, 2).permute(2, 0, 1, 3, 4)
-        everything = self._kv.data.flatten(2, 3)
-        everything.index_copy_(2, self._kv.flat_slots(seen.rows, positions), new)
+        new = torch.stack([rotate(keys, *angles), values]).permute(3, 0, 1, 4, 2, 5)
+        self._kv.write_all(self._kv.flat_slots(seen.rows, positions), new)
         last = (seen.lengths - 1).clamp_min(0).unsqueeze(1)
         newest = seen.next_ids.gather(1, last).squeeze(1)
         self.anchors[seen.rows] = torch.where(seen.lengths > 0, newest, self.anchors[seen.rows])

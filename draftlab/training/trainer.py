@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.optim import Optimizer
 
 from draftlab.drafters.base import Drafter
 from draftlab.drafters.store import save_drafter
 from draftlab.errors import CheckpointError, ConfigError, DraftlabError
 from draftlab.randomness import Noise
+from draftlab.shapes import Tensor
 from draftlab.targets.target import Target
 from draftlab.training.averaging import WeightAverage
 from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state, write_state
@@ -39,6 +41,12 @@ from draftlab.training.rows import TrainingRows
 from draftlab.training.sampler import RowOrder
 from draftlab.training.schedule import lr_factor
 from draftlab.training.settings import OptimSettings, TrainSettings
+from draftlab.training.sharding import (
+    gather_weights,
+    shard_loss,
+    weights_in_place,
+    whole_tensor,
+)
 from draftlab.training.state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -91,6 +99,7 @@ class Trainer:
         metrics: LogNumbers | None = None,
         resume_from: Path | None = None,
         origin: dict[str, Any] | None = None,
+        is_sharded: bool = False,
     ) -> None:
         """Check everything that can be checked before the first step.
 
@@ -109,6 +118,7 @@ class Trainer:
             resume_from: `folder` itself to go on from its latest checkpoint (or to start, when it
                 has none), or one of its step-* folders; None to start anew.
             origin: plain data to keep in every saved drafter, such as recipe and data report.
+            is_sharded: cut weights and moments over the processes (sharding.py).
 
         Raises:
             ConfigError: nothing to train, patience with nothing to probe, or processes that this
@@ -147,14 +157,29 @@ class Trainer:
             num_processes=self.accelerator.num_processes,
         )
         self._plan, self._is_planned = self._make_plan(is_resumed=resume_from is not None)
-        self._optimizers = build_optimizers(drafter, optim)
-        self._loss, *self._prepared = self.accelerator.prepare(
-            DrafterLoss(drafter), *self._optimizers
-        )
+        self._is_sharded = is_sharded
+        self._loss, self._optimizers, self._prepared = self._spread_over_processes()
         self._average: WeightAverage | None = None
         self._best: _Best | None = None
         self._idle_probes = 0
         self._done = 0
+
+    def _spread_over_processes(self) -> tuple[Any, list[Optimizer], list[Any]]:
+        """Wrap the loss so that all processes take the same steps, and build the optimizers."""
+        loss = DrafterLoss(self.drafter)
+        if not self._is_sharded:
+            optimizers = build_optimizers(self.drafter, self.optim)
+            wrapped, *prepared = self.accelerator.prepare(loss, *optimizers)
+            return wrapped, optimizers, prepared
+        if self.accelerator.num_processes == 1:
+            raise ConfigError(
+                "hardware.shard=drafter cuts a drafter over processes, and there is one; pass "
+                "hardware.shard=none, or hardware.num_processes=N"
+            )
+        sharded = shard_loss(loss, self.accelerator.device)
+        self._parameters = trainable_parameters(self.drafter)  # they are shards from here on
+        optimizers = build_optimizers(self.drafter, self.optim)
+        return sharded, optimizers, [*optimizers]
 
     def run(self) -> TrainingResult:
         """Train to the end of the plan, from the start or from where a checkpoint left off.
@@ -215,14 +240,14 @@ class Trainer:
         batches = self._order.batches(step, self.accelerator.process_index)
         for number, batch_rows in enumerate(batches, start=1):
             is_last = number == len(batches)
-            with nullcontext() if is_last else self.accelerator.no_sync(self._loss):
+            with self._syncing(is_last):
                 total, loss = self._forward(batch_rows, noise)
                 self.accelerator.backward(total * scale)
             if meter is not None:
                 meter.add_batch(loss)
         limit = math.inf if self.optim.clip_norm is None else self.optim.clip_norm
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), limit)
-        grad_norm = float(norm)  # the one wait for the device in a step
+        grad_norm = float(whole_tensor(norm))  # the one wait for the device in a step
         if not math.isfinite(grad_norm):
             raise DraftlabError(
                 f"the gradient of optimizer step {step} has norm {grad_norm}, so the weights would "
@@ -247,7 +272,15 @@ class Trainer:
         features = (
             self.rows.features(rows, batch, self.drafter.needs, self.target) if learns else None
         )
-        return self._loss(batch, features, noise)
+        with self.accelerator.autocast() if self._is_sharded else nullcontext():
+            return self._loss(batch, features, noise)
+
+    def _syncing(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Reduce gradients over processes after the last batch of a step only."""
+        if self._is_sharded:
+            self._loss.set_requires_gradient_sync(is_last)
+            return nullcontext()
+        return nullcontext() if is_last else self.accelerator.no_sync(self._loss)
 
     def _choose_checkpoint(self, resume_from: Path | None) -> Path | None:
         root = self._folder.root
@@ -329,23 +362,30 @@ class Trainer:
         return step == self._plan.total_steps or step % every == 0
 
     def _checkpoint(self, step: int) -> None:
-        if self.accelerator.is_main_process:
-            is_best = self._probe(step)
-            self._write(step, is_best=is_best)
+        """Probe and write; all processes come here, since shards are put together by all."""
+        is_main = self.accelerator.is_main_process
+        with nullcontext() if self._average is None else self._average.in_place():
+            whole = gather_weights(self.drafter, is_kept=is_main)
+        is_best = is_main and self._probe(step, whole)
+        tensors = self._state().tensors()  # after the probe, which may count into buffers
+        if is_main:
+            self._write(step, whole, tensors, is_best=is_best)
         self.accelerator.wait_for_everyone()
         # only the first process probes; all must end together
         self._idle_probes = int(self._agree(float(self._idle_probes)))
 
-    def _served(self) -> AbstractContextManager[None]:
+    def _served(self, whole: dict[str, nn.Parameter]) -> AbstractContextManager[None]:
         """Put the weights that are saved and probed into the drafter for a while."""
+        if self._is_sharded:
+            return weights_in_place(self.drafter, whole)
         return nullcontext() if self._average is None else self._average.in_place()
 
-    def _probe(self, step: int) -> bool:
+    def _probe(self, step: int, whole: dict[str, nn.Parameter]) -> bool:
         """Let the caller measure the drafter; True when it is the best so far."""
         if self._on_checkpoint is None or not self._probes_at(step):
             return False
         self.drafter.eval()
-        with self._served():
+        with self._served(whole):
             numbers = self._on_checkpoint(step, self.drafter)
         self.drafter.train()
         if not numbers:
@@ -361,7 +401,14 @@ class Trainer:
         self._idle_probes = 0
         return True
 
-    def _write(self, step: int, *, is_best: bool) -> None:
+    def _write(
+        self,
+        step: int,
+        whole: dict[str, nn.Parameter],
+        tensors: dict[str, Tensor],
+        *,
+        is_best: bool,
+    ) -> None:
         epoch, position = divmod(step, self._order.steps_per_epoch)
         best = self._best
         progress = Progress(
@@ -378,9 +425,9 @@ class Trainer:
 
         def write(folder: Path) -> None:
             extra = self._origin | {"step": step, "total_steps": self._plan.total_steps}
-            with self._served():
+            with self._served(whole):
                 save_drafter(self.drafter, folder, extra=extra)
-            write_state(folder, progress, self._state().tensors())
+            write_state(folder, progress, tensors)
 
         self._folder.commit(step, write, is_best=is_best)
         self._folder.rotate(self.train.keep_checkpoints)

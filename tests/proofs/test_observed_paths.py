@@ -70,7 +70,9 @@ class Shared(Session):
             return self.drafter.propose(self.state, budget, draws)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * ("-" in case)) for case in CASES]
+)
 def test_any_history_of_rounds_equals_a_fresh_prefill(target, case):
     drafter = make(case, target)
     shapes = [None, STATIC, DYNAMIC] if drafter.grows_trees else [None]

@@ -21,7 +21,7 @@ from draftlab.settings.locate import conf_dir
 from draftlab.targets.target import build_target
 
 ROWS, TOKENS = 64, 61
-DAMPING = 0.5
+DAMPING = 0.7
 PROMPTS = [[3, 17, 40, 9, 22], [50, 2, 31, 8, 8, 60, 14], [12, 45, 33], [7, 29, 19, 55, 1, 36]]
 MAX_TOKENS = 48
 
@@ -29,8 +29,8 @@ MAX_TOKENS = 48
 def make_target():
     config = LlamaConfig(
         vocab_size=ROWS,
-        hidden_size=128,
-        intermediate_size=192,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=6,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -66,36 +66,32 @@ def train(target, kind, *, steps, lr=3e-3, vocab=None, **keys):
     settings = drafter_class(kind).settings_class(**{**data, **keys})
     drafter = build_drafter(settings, target.view, vocab, seed=1)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr)
-    batches = [make_batch(target, seed) for seed in range(4)]
-    features = [target.read_features(batch, drafter.needs) for batch in batches]
+    batch = make_batch(target)
+    features = target.read_features(batch, drafter.needs)
     drafter.train()
     for step in range(steps):
-        which = step % len(batches)
-        loss = drafter(batches[which], features[which], Noise(0, epoch=step))
+        loss = drafter(batch, features, Noise(0, epoch=step))
         optimizer.zero_grad()
-        (loss.total / batches[which].num_sequences).backward()
+        loss.total.backward()
         optimizer.step()
     return drafter.eval()
 
 
-def make_batch(target, seed, count=16):
-    """Answers of the target to random prompts, drawn at its own law."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(2, TOKENS, (count, 6), generator=generator).tolist()
-    settings = decode_settings(temperature=1.0, seed=seed, max_new_tokens=42, batch_size=count)
-    rows = [
-        [*g.prompt_ids, *g.output_ids] for g in Decoder(target, None, settings).generate(prompts)
-    ]
-    ids = torch.tensor(rows)
-    order = torch.arange(ids.shape[1]).expand_as(ids)
-    samples = torch.arange(count).unsqueeze(1).expand_as(ids) + seed * count
-    return TokenBatch(
-        input_ids=ids,
-        loss_mask=order >= 6,
-        positions=order.contiguous(),
-        segment_ids=torch.zeros_like(ids),
-        sample_ids=samples.contiguous(),
-    )
+def make_batch(target):
+    """Give the answers that will be asked for, so that a head can know them by heart."""
+    settings = decode_settings(max_new_tokens=MAX_TOKENS, batch_size=len(PROMPTS))
+    answers = Decoder(target, None, settings).generate(PROMPTS)
+    shape = (len(PROMPTS), max(map(len, PROMPTS)) + MAX_TOKENS)
+    ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    segments = torch.full(shape, -1)
+    for row, answer in enumerate(answers):
+        tokens = [*answer.prompt_ids, *answer.output_ids]
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, len(answer.prompt_ids) : len(tokens)] = True
+        segments[row, : len(tokens)] = 0
+    order = torch.arange(shape[1]).expand(shape)
+    samples = torch.where(segments == 0, torch.arange(shape[0]).unsqueeze(1), -1)
+    return TokenBatch(ids, mask, torch.where(segments == 0, order, 0), segments, samples)
 
 
 def decode_settings(**changes):

@@ -1,10 +1,6 @@
 """Cases O-21, O-22, O-23 with two processes on the CPU."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,37 +8,15 @@ import torch
 from safetensors.torch import load_file
 from toy_training import run_training, train_settings
 from training_worker import EVEN_ANSWERS, UNEVEN_ANSWERS
+from worlds import run_world
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     out = tmp_path_factory.mktemp("pair")
-    shared = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    worker = Path(__file__).with_name("training_worker.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), "rank", str(out)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_world("rank", out, processes=2)
     return out
 
 

@@ -23,6 +23,46 @@ EVEN_ANSWERS = [2, 40, 7, 19, 25, 3, 11, 30]
 UNEVEN_ANSWERS = [12, 0, 40, 0, 9, 0, 21]
 
 
+WORLD_ANSWERS = [2, 40, 7, 19, 25, 3, 11]
+WORLD_ROWS = 4  # of an optimizer step, however many processes share them
+WORLD_FLAVOURS = {
+    "replicated": (False, optim_settings()),
+    "sharded": (True, optim_settings()),
+    "sharded-muon": (True, optim_settings(kind="muon", adamw_lr=0.003, ema_decay=0.9)),
+}
+
+
+def world_training(processes: int):
+    """Settings of a training that any number of processes shares."""
+    return train_settings(
+        max_steps=6,
+        save_every_steps=3,
+        keep_checkpoints=9,
+        batch_rows=1,
+        accumulation=WORLD_ROWS // processes,
+    )
+
+
+def run_in_world(out: Path, resumed: bool) -> None:
+    """Train every flavour: from the start, or on from the checkpoint in the middle."""
+    processes = int(os.environ["WORLD_SIZE"])
+    target = tiny_target()
+    for name, (is_sharded, optim) in WORLD_FLAVOURS.items():
+        folder = out / name
+        _, _, numbers = run_training(
+            folder,
+            answers=WORLD_ANSWERS,
+            target=target,
+            optim=optim,
+            train=world_training(processes),
+            is_sharded=is_sharded,
+            on_checkpoint=lambda step, drafter: {"tau": 1.0 + step},
+            resume_from=folder / "step-000003" if resumed else None,
+        )
+        (out / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(numbers.lines))
+    torch.distributed.destroy_process_group()
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -79,6 +119,8 @@ if __name__ == "__main__":
     mode, place, *rest = sys.argv[1:]
     if mode == "rank":
         run_rank(Path(place))
+    elif mode in ("begin-in-world", "resume-in-world"):
+        run_in_world(Path(place), resumed=mode == "resume-in-world")
     elif mode == "die-after-step":
         run_and_die(Path(place), after_step=int(rest[0]), in_checkpoint=None)
     else:

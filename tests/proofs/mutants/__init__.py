@@ -1,0 +1,1 @@
+"""Seeded bugs, and the tests that must see each of them: `make mutants`."""

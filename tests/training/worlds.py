@@ -1,0 +1,39 @@
+"""Several processes of training_worker.py that train together on this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+_PATIENCE_S = 300  # a machine with other work starts processes slowly
+
+
+def run_world(mode: str, out: Path, *, processes: int) -> None:
+    """Run a mode of the worker in so many processes; all must end well."""
+    shared = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    worker = Path(__file__).with_name("training_worker.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(worker), mode, str(out)],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+    try:
+        assert [rank.wait(timeout=_PATIENCE_S) for rank in ranks] == [0] * processes
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
