@@ -7,8 +7,10 @@ MINUTES ?= 12
 VENV ?= .venv
 # Where torch's small CPU build lies (Linux wheels elsewhere carry CUDA: 3 GB). Used only when it
 # answers within seconds. Empty takes torch from the usual package index, for CUDA.
-TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,$(CPU_INDEX))
 OVERLAY ?= 5.17.0
+SERVING ?= .venv-serving
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
@@ -17,18 +19,21 @@ INSTALLED := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MODEL := $(VENV)/.installed-demo-model
 OLDER := .venv-overlay-$(OVERLAY)
+SERVED := $(SERVING)/.installed
 
 # a server that never answers, or a name that never resolves, must not hold up an install
 PROBE := import signal, sys, urllib.request; signal.alarm(4); \
 	urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=3)
 
-.PHONY: help install demo test test-full test-slow test-overlay test-demo lint types clean
+.PHONY: help install demo test test-full test-slow test-overlay test-demo test-serving mutants lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [MINUTES=12]  install, then the main job on a small real model: a report"
 	@echo "make test               install with the dev extras, then the tests"
 	@echo "make test-full          the slow tests, an older transformers, and a demo in a clean copy"
+	@echo "make test-serving       install vLLM's CPU build apart (0.6 GB), then exported heads in it"
+	@echo "make mutants            put seeded bugs into a copy: the tests must see each; fills README's table"
 	@echo "make lint | types       style and floors | types"
 	@echo "make install            the virtual environment alone"
 	@echo "make clean              remove environments and caches; runs in outputs/ stay"
@@ -62,15 +67,24 @@ $(OLDER): $(DEV)
 	rm -rf $@
 	$(PIP) -q --target $@ --no-deps transformers==$(OVERLAY) 'huggingface-hub==1.33.0'
 
+$(SERVED): tests/serving/requirements.txt
+	@echo "vLLM's CPU build goes into $(SERVING), apart from draftlab: downloads 0.6 GB, takes 3 GB."
+	$(PYTHON) -m venv $(SERVING)
+	@index=""; if $(PYTHON) -c '$(PROBE)' "$(CPU_INDEX)" >/dev/null 2>&1; \
+		then index="--extra-index-url $(CPU_INDEX)"; fi; \
+		$(SERVING)/bin/python -m pip install --disable-pip-version-check -q $$index --no-deps \
+			-r tests/serving/requirements.txt
+	@touch $@
+
 install: $(INSTALLED)
 
 demo: $(MODEL)
 	$(BIN)/draftlab demo minutes=$(MINUTES)
 
 test: $(DEV)
-	$(PYTEST) -m "not slow and not gpu and not demo"
+	$(PYTEST) -m "not slow and not gpu and not demo and not serving"
 
-test-full: test-slow test-overlay test-demo
+test-full: test-slow test-overlay mutants test-demo
 
 test-slow: $(DEV) $(MODEL)
 	$(PYTEST) -m "(slow or demo) and not gpu"
@@ -78,6 +92,13 @@ test-slow: $(DEV) $(MODEL)
 test-overlay: $(OLDER)
 	PYTHONPATH=$(OLDER) $(BIN)/python -c 'import transformers as t; assert t.__version__ == "$(OVERLAY)", t'
 	PYTHONPATH=$(OLDER) $(PYTEST) -m "not slow and not gpu and not demo" tests/targets tests/decoding
+
+# exported heads in a real engine: same tokens, same acceptances as in our decoder
+test-serving: $(DEV) $(SERVED)
+	SERVING_PYTHON=$(abspath $(SERVING)/bin/python) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serving
+
+mutants: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutants.run
 
 # a fresh clone's first minutes: its own folder, its own environment, nothing reused
 test-demo:
@@ -96,6 +117,6 @@ types: $(DEV)
 	$(BIN)/basedpyright
 
 clean:
-	rm -rf $(VENV) .venv-overlay-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) .venv-overlay-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	rm -rf .import_linter_cache
 	find draftlab tests -name __pycache__ -type d -prune -exec rm -rf {} +

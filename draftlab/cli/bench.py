@@ -11,7 +11,7 @@ Times, prompt by prompt in turns and in one process: transformers' generate, its
 draftlab without a drafter, draftlab with n-gram drafting, and the drafters named. Batch 1, greedy,
 the whole call timed (prefill included) for every arm. vLLM joins the table where it is installed.
 
-  drafter=RUN                  a trained drafter, or a kind, as a further arm; drafters=[A,B] several
+  drafter=RUN                  a further arm: a trained drafter, or a kind; drafters=[A,B]: several
   decode.num_draft_tokens=4 decode.tree=...   of the drafters named; n-gram drafting keeps its own
   eval.prompts=builtin         or a JSONL file with a domain field
   bench.prompts=12             prompts timed, domains in turn
@@ -22,7 +22,7 @@ the whole call timed (prefill included) for every arm. vLLM joins the table wher
 
 Prints for every arm tokens per second, ratios with 95 % intervals over prompts, tau, the times of
 its parts as shares of a plain step, the speedup those predict beside the measured one, the
-decoder's own share of a round, and peak memory. A prediction that is off by more than 10 % is named.
+decoder's own share of a round, and peak memory. Predictions off by more than 10 % are named.
 
 examples:
   draftlab bench decode target=demo
@@ -44,7 +44,7 @@ usage: draftlab bench gpu [out=FOLDER] [minutes=8] [--cpu-smoke]
 What a CUDA device gives, in one run of about 8 minutes on an H200-class card, with a random target
 built there: pass times, bandwidth, exactness checks, the sampler, one head trained and decoded.
 Without draftlab's command: python -m draftlab.cli.bench_gpu. --cpu-smoke runs everything tiny on
-the processor. Writes bench_gpu.json and bench_gpu.md.
+the processor. Writes bench_gpu.json and bench_gpu.md. Figures of a GPU are still to be measured.
 """
 
 

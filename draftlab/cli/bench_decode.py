@@ -105,6 +105,11 @@ def run(words: Sequence[str]) -> int:
     high = [name for name, share in shares.items() if share.share > _HOST_BAR]
     if high:
         said.append(f"more than {_HOST_BAR:.0%} of a round is the decoder's own: {', '.join(high)}")
+    if any(decoder.uses_graphs for decoder in ours.values()):
+        said.append(
+            "rounds ran as CUDA graphs, whose parts no clock tells apart; draftlab bench gpu times "
+            "them one by one"
+        )
     conditions = _conditions(target, len(prompts), tokens, repeats)
     for line in (*_MEANINGS, *conditions["lines"], *said):
         print(line)
@@ -208,6 +213,7 @@ def _explain(
     shares = {
         name: measure_host_share(decoder, few, max_new_tokens=min(tokens, _HOST_TOKENS))
         for name, decoder in ours.items()
+        if not decoder.uses_graphs
     }
     shares = {name: share for name, share in shares.items() if share.num_rounds}
     models = {}
@@ -236,12 +242,12 @@ def _figures(name: str, timings: "Sequence[Timing]", model: Any, share: Any) -> 
         figures[f"over {base}"] = None if stats is None else asdict(stats.end_to_end_speedup)
         if base == OWN and stats is not None:
             figures["num_identical_to_draftlab"] = stats.num_identical
-    is_ours = share is not None
+    is_ours = name.startswith(OWN)
     figures["tau"] = sum(s.num_emitted for s in steps) / len(steps) if is_ours and steps else None
     figures["model"] = None
     if model is not None:
         figures["model"] = asdict(model) | {"predicted": model.predicted, "gap": model.gap}
-    figures["host_share"] = share.share if is_ours else None
+    figures["host_share"] = None if share is None else share.share
     peaks = [t.peak_bytes for t in mine if t.peak_bytes is not None]
     figures["peak_bytes"] = max(peaks) if peaks else None
     return figures

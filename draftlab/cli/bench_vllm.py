@@ -1,4 +1,4 @@
-"""vLLM's side of `draftlab bench decode`: run by an interpreter that has vLLM, and knows no draftlab.
+"""vLLM's side of `draftlab bench decode`, for an interpreter that has vLLM and knows no draftlab.
 
 `PYTHON bench_vllm.py ASKED.json ANSWERED.json`. In: a model's folder, prompts as ids, limits. Out:
 ids and seconds of every answer. Greedy, one prompt at a time.

@@ -96,12 +96,24 @@ def find_drafter_folder(name: str) -> Path:
             )
         return found
     if path.exists():
-        raise ConfigError(f"{path} holds no drafter: expected drafter.json, or a run folder")
+        raise ConfigError(_explain_no_drafter(path))
     if _may_be_hub_id(name):
         return _download(name)
     raise ConfigError(
         f"no drafter {name!r}: expected one of {', '.join(_kinds())}, a run or drafter folder, or "
         f"a hub id OWNER/NAME; near: {', '.join(near_names(name, _kinds()))}"
+    )
+
+
+def _explain_no_drafter(path: Path) -> str:
+    from draftlab.export.base import describe_origin
+
+    origin = describe_origin(path)
+    if origin is None:
+        return f"{path} holds no drafter: expected drafter.json, or a run folder"
+    return (
+        f"{path} is an export: serving engines read it, draftlab does not; pass {origin} that it "
+        "was made of"
     )
 
 
@@ -123,7 +135,8 @@ def _alone(hardware: Any) -> Any:
     if hardware is None or hardware["num_processes"] == 1:
         return hardware
     kind = "cpu" if hardware["kind"] == "cpu" else "single_gpu"
-    return {**hardware, "kind": kind, "num_processes": 1, "threads": None}
+    alone = {"num_processes": 1, "threads": None, "shard": "none", "accelerate_config": None}
+    return {**hardware, "kind": kind, **alone}
 
 
 def _download(name: str) -> Path:

@@ -17,7 +17,8 @@ checks it, and prints the command that serves it. Nothing appears in FOLDER unle
 right.
 
   drafter=      a run (its best checkpoint) or a drafter's folder
-  export=       vllm: eagle3 and medusa heads; hf: draft models, for transformers and vLLM
+  export=       vllm: eagle, eagle3, peagle, medusa and dflash heads; hf: draft models, for
+                transformers and vLLM
   out=          where; RUN/export/FORMAT when left out
   target=       the run's own when left out
   export.num_draft_tokens=K  export.target_name_or_path=NAME  export.license=ID
@@ -82,7 +83,7 @@ def _export(words: Sequence[str], out: str | None) -> Any:
             }
         ),
         folder,
-        history={**history, "training_length": length},
+        history={**history, "training_length": length, "checkpoint": _checkpoint(run, source)},
     )
 
 
@@ -92,6 +93,11 @@ def _folder(out: str | None, run: RunDir | None, form: str, name: str) -> Path:
     if run is None:
         raise ConfigError(f"drafter {name} lies in no run; say where to write: out=FOLDER")
     return run.export_path(form)
+
+
+def _checkpoint(run: RunDir | None, source: Path) -> str:
+    """Name a checkpoint by its run, without saying where that lies on this machine."""
+    return source.absolute().name if run is None else f"{run.path.name}/{source.name}"
 
 
 def _servable_name(target: Any) -> str | None:

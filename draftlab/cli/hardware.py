@@ -2,13 +2,17 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Literal
 
+import yaml
 from pydantic import PositiveInt, model_validator
 
 from draftlab.errors import ConfigError
 from draftlab.runs.provenance import num_cores
 from draftlab.settings.base import Settings
+
+MACHINE_RANK = "DRAFTLAB_MACHINE_RANK"
 
 
 class HardwareSettings(Settings):
@@ -16,17 +20,33 @@ class HardwareSettings(Settings):
 
     Attributes:
         kind: processor, one CUDA device, or one CUDA device a process.
-        num_processes: processes that train together.
+        num_processes: processes that train together, on all machines.
         threads: threads of each process; None takes OMP_NUM_THREADS where that is set, else shares
             the cores among the processes.
+        shard: none keeps the drafter whole in every process; drafter cuts its weights, gradients
+            and moments over the processes (FSDP2).
+        accelerate_config: a file that `accelerate config` wrote, which then says how processes
+            start, on several machines for one; None starts them on this machine.
     """
 
     kind: Literal["cpu", "single_gpu", "ddp"]
     num_processes: PositiveInt
     threads: PositiveInt | None
+    shard: Literal["none", "drafter"]
+    accelerate_config: Path | None
 
     @model_validator(mode="after")
     def _fits(self) -> "HardwareSettings":
+        if self.shard != "none" and self.num_processes == 1:
+            raise ValueError(
+                f"hardware.shard={self.shard} cuts over processes, and hardware.num_processes=1 is "
+                "one; pass hardware.shard=none, or hardware=fsdp hardware.num_processes=N"
+            )
+        if self.accelerate_config is not None and self.num_processes == 1:
+            raise ValueError(
+                f"hardware.accelerate_config={self.accelerate_config} has no effect with "
+                "hardware.num_processes=1; pass the number of processes on all machines"
+            )
         if self.kind == "single_gpu" and self.num_processes != 1:
             raise ValueError(
                 f"hardware=single_gpu runs one process, not {self.num_processes}; "
@@ -52,9 +72,9 @@ def apply_hardware(hardware: HardwareSettings) -> None:
 
     if hardware.kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA starts lazily: nothing has looked yet
-    elif torch.cuda.device_count() < hardware.num_processes:
+    elif torch.cuda.device_count() < _num_local(hardware):
         raise ConfigError(
-            f"hardware={hardware.kind} with num_processes={hardware.num_processes} needs as many "
+            f"hardware={hardware.kind} with num_processes={_num_local(hardware)} needs as many "
             f"CUDA devices, and torch {torch.__version__} sees {torch.cuda.device_count()}; use "
             "hardware=cpu, or see `draftlab doctor`"
         )
@@ -63,15 +83,52 @@ def apply_hardware(hardware: HardwareSettings) -> None:
     torch.set_num_threads(hardware.resolved().threads or 1)
 
 
+def _num_local(hardware: HardwareSettings) -> int:
+    """Count the processes of this machine; among several, the launcher tells only the processes."""
+    if hardware.accelerate_config is None:
+        return hardware.num_processes
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def launcher_command(hardware: HardwareSettings, words: list[str]) -> list[str]:
-    """Give the command that starts `python -m WORDS` in every process."""
+    """Give the command that starts `python -m WORDS` in every process of this machine."""
     # --multi_gpu means "through torchrun"; `launcher_environment` keeps cpu runs off devices
-    return [
-        *(sys.executable, "-m", "draftlab.cli.ranks", "--multi_gpu"),
-        *("--num_machines", "1", "--num_processes", str(hardware.num_processes)),
-        *("--mixed_precision", "no", "--dynamo_backend", "no"),  # the trainer's own affair
-        *("--main_process_port", "0", "--module", *words),
-    ]
+    count = str(hardware.num_processes)
+    start = [sys.executable, "-m", "draftlab.cli.ranks", "--multi_gpu", "--num_processes", count]
+    # the trainer's own affair, whatever a file says
+    plain = ["--mixed_precision", "no", "--dynamo_backend", "no", "--module", *words]
+    if hardware.accelerate_config is None:
+        return [*start, "--num_machines", "1", "--main_process_port", "0", *plain]
+    place = ["--config_file", str(hardware.accelerate_config)]
+    if machine_rank() is not None:
+        place += ["--machine_rank", str(machine_rank())]
+    return [*start, *place, *plain]
+
+
+def is_first_machine(hardware: HardwareSettings) -> bool:
+    """Tell whether the first process runs on this machine.
+
+    Raises:
+        ConfigError: the launcher's file is missing or damaged.
+    """
+    path = hardware.accelerate_config
+    if path is None:
+        return True
+    if machine_rank() is not None:
+        return machine_rank() == 0
+    try:
+        return int(yaml.safe_load(path.read_text(encoding="utf-8")).get("machine_rank", 0)) == 0
+    except (OSError, AttributeError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"hardware.accelerate_config={path} cannot be read ({error}); expected the file that "
+            "`accelerate config --config_file FILE` writes"
+        ) from None
+
+
+def machine_rank() -> int | None:
+    """Tell which of several machines this is, 0.., as the environment says; None: it does not."""
+    found = os.environ.get(MACHINE_RANK, os.environ.get("SLURM_NODEID", ""))
+    return int(found) if found.isdecimal() else None
 
 
 def launcher_environment(hardware: HardwareSettings) -> dict[str, str]:

@@ -6,20 +6,32 @@ see Hydra, so every rank has the same settings and the same folder.
 
 import hashlib
 import json
+import os
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.estimate import Estimate, estimate_run, require_disk
-from draftlab.cli.hardware import apply_hardware, launcher_command, launcher_environment
+from draftlab.cli.hardware import (
+    apply_hardware,
+    is_first_machine,
+    launcher_command,
+    launcher_environment,
+)
 from draftlab.cli.schema import RunSettings, settings_of
 from draftlab.cli.worker import LAUNCHED, read_run_settings, work
 from draftlab.errors import ConfigError, DraftlabError
 from draftlab.runs.provenance import collect_provenance
 from draftlab.runs.run_dir import RunDir, create_run, list_runs, open_run, write_json
 from draftlab.settings.compose import Composed, compose
+
+RUN_ID = "DRAFTLAB_RUN_ID"
+_MEETING_S = 600
+_LOOK_EVERY_S = 0.5
 
 
 def launch_training(words: Sequence[str]) -> RunDir:
@@ -57,15 +69,56 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
     settings, composed = compose_run(words)
     digest = _digest(settings)
     family = settings.paths.outputs / (composed.recipe or "adhoc")
+    if settings.hardware.accelerate_config is not None:
+        return _meet_machines(settings, family, digest)
     if settings.resume == "auto" and (run := _interrupted_run(family, digest)):
         return run, read_run_settings(run)
+    return _begin(settings, family, digest)
+
+
+def _begin(
+    settings: RunSettings, family: Path, digest: str, run_id: str | None = None
+) -> tuple[RunDir, RunSettings]:
     require_inputs(settings)
     settings = _decide(settings)
-    run = create_run(settings.paths.outputs, composed.recipe or "adhoc")
+    run = create_run(family.parent, family.name, run_id=run_id)
     provenance = collect_provenance(seed=settings.seed)
     write_json(run.provenance_path, {**provenance, "settings_sha256": digest})
     run.write_config(settings.model_dump(mode="json"))
     return run, settings
+
+
+def _meet_machines(settings: RunSettings, family: Path, digest: str) -> tuple[RunDir, RunSettings]:
+    """Let several machines that were given the same words find the same run folder.
+
+    The first machine makes it, or finds it again after an interruption; the others wait for it.
+    """
+    name = os.environ.get(RUN_ID, "")
+    if Path(name).name != name or name in ("", ".."):
+        raise ConfigError(
+            f"several machines train together (hardware.accelerate_config), and {RUN_ID}={name!r} "
+            f"does not tell them which run; set {RUN_ID} to one word, the same on all, such as the "
+            "job's id"
+        )
+    run = RunDir(family / name)
+    if not is_first_machine(settings.hardware):
+        deadline = time.monotonic() + _MEETING_S
+        while not run.config_path.is_file():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the first machine did not make {run.path} within {_MEETING_S} s; see what "
+                    "it says, and whether paths.outputs is the same folder on all machines"
+                )
+            time.sleep(_LOOK_EVERY_S)
+    elif not run.config_path.is_file():
+        return _begin(settings, family, digest, run_id=name)
+    saved = json.loads(run.provenance_path.read_text(encoding="utf-8"))
+    if saved.get("settings_sha256") != digest:
+        raise ConfigError(
+            f"{run.path} was begun with other settings; give all machines the same words, and a "
+            f"new run a new {RUN_ID}"
+        )
+    return run, read_run_settings(run)
 
 
 def compose_run(words: Sequence[str]) -> tuple[RunSettings, Composed]:
@@ -144,10 +197,14 @@ def _interrupted_run(family: Path, digest: str) -> RunDir | None:
 
 def _work_in_processes(run: RunDir, settings: RunSettings) -> None:
     words = ["draftlab.cli.worker", str(run.path)]
-    with run.hold():  # the workers end when this process lets go, however it ends
+    environment = launcher_environment(settings.hardware)
+    # the workers of the first machine end when this process lets go, however it ends; those of
+    # others when they lose the first: a lock may not be seen over a network
+    is_first = is_first_machine(settings.hardware)
+    with run.hold() if is_first else nullcontext():
         done = subprocess.run(
             launcher_command(settings.hardware, words),
-            env=launcher_environment(settings.hardware) | {LAUNCHED: "1"},
+            env=environment | {LAUNCHED: "1"} if is_first else environment,
             check=False,
         )
     if done.returncode != 0:

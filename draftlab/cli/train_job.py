@@ -137,6 +137,7 @@ def train_drafter(
         metrics=write,
         resume_from=run.checkpoints_path,
         origin=_origin(run, settings, collected, train),
+        is_sharded=settings.hardware.shard == "drafter",
     )
     try:
         result = trainer.run()

@@ -121,6 +121,11 @@ class Decoder:
         return self.plan.depth
 
     @property
+    def uses_graphs(self) -> bool:
+        """True when rounds may run as CUDA graphs, whose parts no clock can tell apart."""
+        return self._graphs is not None
+
+    @property
     def is_lossy(self) -> bool:
         """True when answers do not have the target's law."""
         return self._judge.is_lossy

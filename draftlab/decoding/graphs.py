@@ -34,6 +34,7 @@ from draftlab.targets.target import Target
 _SMALLEST_BUCKET = 256
 _ROUNDS = 6  # between two looks of the host
 _WARMUP_ROUNDS = 2
+_KEPT_SESSIONS = 2  # memory and graphs of calls of other sizes or laws
 
 OnTokens = Callable[[int, list[int], int], None]
 
@@ -180,6 +181,9 @@ class StaticRunner:
         session = self._sessions.get(key)
         if session is not None and not session.batch.live:
             return session
+        self._sessions.pop(key, None)
+        while len(self._sessions) >= _KEPT_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
         batch = Batch(
             self._target,
             self._drafter,

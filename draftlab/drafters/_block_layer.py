@@ -34,6 +34,8 @@ class _Attention(nn.Module):
 class BlockLayer(nn.Module):
     """A decoder layer whose blocks look at the target's features and at themselves."""
 
+    is_recomputable = True  # a function of its inputs alone: see training/recompute.py
+
     def __init__(self, sizes: LayerSizes) -> None:
         """Make a layer of the given sizes."""
         super().__init__()

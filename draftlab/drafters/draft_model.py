@@ -117,6 +117,11 @@ class _PassingKeys(KVBuffers):
         self.slots = slots
         self.capacity = length
 
+    def flat_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Name no places: nothing is stored."""
+        del rows
+        return positions
+
     def write(self, layer: int, flat: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keep them until they are read."""
         self._now = (keys, values)

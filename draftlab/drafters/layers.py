@@ -71,6 +71,8 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """Gated MLP: down(silu(gate x) * up x)."""
 
+    is_recomputable = True  # a function of its input alone: see training/recompute.py
+
     def __init__(self, width: int, intermediate: int) -> None:
         """Make the three projections, without bias."""
         super().__init__()

@@ -87,6 +87,7 @@ def draw_both(
     """
     arms = Draws(), Draws()
     began, seconds, number = time.monotonic(), 60 * settings.minutes, 0
+    progress(0, settings.samples or round(seconds))
     while True:
         wanted = settings.batch_size
         if settings.samples is not None:

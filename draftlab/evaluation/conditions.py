@@ -49,12 +49,7 @@ def describe_conditions(
         "top_k": decode.top_k,
         "top_p": decode.top_p,
         "min_p": decode.min_p,
-        "repetition_penalty": decode.repetition_penalty,
-        "frequency_penalty": decode.frequency_penalty,
-        "presence_penalty": decode.presence_penalty,
-        "logit_bias": [f"{token}: {value}" for token, value in decode.sampling.logit_bias],
-        "min_new_tokens": decode.min_new_tokens,
-        "stop": list(decode.stop),
+        **_name_what_is_on(decode),
         "ignore_eos": decode.ignore_eos,
         "max_new_tokens": settings.max_new_tokens,
         "batch_size": settings.batch_size,
@@ -84,23 +79,22 @@ def hash_prompts(prompts: Mapping[str, Sequence[Sequence[int]]]) -> str:
 
 def describe_law(decode: DecodeSettings) -> str:
     """Say how the target is sampled, naming what is on: "temperature 0.7, top_k 20"."""
-    off = {
-        "top_k": None,
-        "top_p": None,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "min_new_tokens": 0,
-    }
-    on = [
-        f"{key} {getattr(decode, key)}"
-        for key, value in off.items()
-        if getattr(decode, key) != value
-    ]
-    if decode.logit_bias:
-        on.append(f"logit_bias of {len(decode.logit_bias)} ids")
-    if decode.stop:
-        on.append(f"stop {list(decode.stop)}")
+    filters = {key: getattr(decode, key) for key in ("top_k", "top_p", "min_p")}
+    on = {key: value for key, value in filters.items() if value is not None}
+    words = [f"{key} {value}" for key, value in (on | _name_what_is_on(decode)).items()]
     greedy = " (greedy)" if decode.temperature == 0 else ""
-    return ", ".join([f"temperature {decode.temperature:g}{greedy}", *on])
+    return ", ".join([f"temperature {decode.temperature:g}{greedy}", *words])
+
+
+def _name_what_is_on(decode: DecodeSettings) -> dict[str, Any]:
+    """Give what changes logits or ends answers; what is off is not named, as in older results."""
+    values: dict[str, tuple[Any, Any]] = {
+        "repetition_penalty": (decode.repetition_penalty, 1.0),
+        "frequency_penalty": (decode.frequency_penalty, 0.0),
+        "presence_penalty": (decode.presence_penalty, 0.0),
+        # as text: JSON has no word for -inf
+        "logit_bias": ([f"{token}: {value}" for token, value in decode.sampling.logit_bias], []),
+        "min_new_tokens": (decode.min_new_tokens, 0),
+        "stop": (list(decode.stop), []),
+    }
+    return {key: value for key, (value, off) in values.items() if value != off}

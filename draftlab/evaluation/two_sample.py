@@ -10,6 +10,7 @@ the chi-square law holds. Holm's correction keeps the chance of any false alarm 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from scipy import optimize, stats
@@ -89,6 +90,7 @@ def compare_draws(
     return _correct(found, alpha)
 
 
+@lru_cache(maxsize=256)
 def detectable_tv(draws: int, *, freedom: int, alpha: float, power: float = POWER) -> float | None:
     """Compute the total variation that a test of two equal sets surely finds, but for 1 - power.
 

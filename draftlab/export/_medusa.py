@@ -33,7 +33,7 @@ def medusa_config(
     """Write config.json's content.
 
     Raises:
-        NotExportable: a switch that vLLM does not read.
+        NotExportable: a switch that vLLM does not read, or heads that it cannot load.
     """
     del training_length  # no head looks at positions
     own = serving.config
@@ -54,6 +54,12 @@ def medusa_config(
         config["original_lm_head"] = True
     size = own["draft_vocab_size"]
     if size is not None and size != target.spec.vocab_size:
+        if not own["has_shared_head"]:
+            raise NotExportable(
+                f"draft_vocab_size={size} with a matrix a head: vLLM 0.32 makes such matrices for "
+                f"all {target.spec.vocab_size} tokens and loads no smaller ones; train with "
+                "drafter.head=tied, or with drafter.draft_vocab_size=null"
+            )
         config["truncated_vocab_size"] = size
     return config
 

@@ -22,6 +22,7 @@ from draftlab.drafters.base import Drafter
 from draftlab.errors import ConfigError
 from draftlab.export.card import Card, serve_command, write_card
 from draftlab.export.settings import ExportSettings
+from draftlab.export.table import CONFIG, read_config
 from draftlab.files import compute_file_sha256, force_to_disk, force_tree_to_disk
 from draftlab.targets.view import TargetView
 
@@ -150,7 +151,7 @@ def export_drafter(
         settings: format, and what the serve command says.
         folder: made by this call; appears only when everything is written and checked.
         history: how the drafter was trained (drafter.json's `extra`), shown in the card;
-            `training_length`, in tokens, is also stored in config.json.
+            `training_length`, in tokens, and `checkpoint`, a name, go into config.json too.
 
     Raises:
         NotExportable: the format cannot express this drafter.
@@ -192,6 +193,20 @@ def export_drafter(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return ExportResult(folder, form.name, served.architecture, command, sums, size)
+
+
+def describe_origin(folder: Path) -> str | None:
+    """Say what an exported folder was made of; None when it is no export."""
+    if not (folder / SUMS).is_file():
+        return None
+    run = folder.absolute().parent.parent
+    if (run / "config.yaml").is_file():
+        return f"the run {run}"
+    if (folder / CONFIG).is_file():
+        made_of = read_config(folder).get("draftlab", {}).get("checkpoint")
+        if made_of is not None:
+            return f"the checkpoint {made_of}"
+    return "the run or checkpoint"
 
 
 def refuse_taken(folder: Path, settings: ExportSettings) -> None:

@@ -67,6 +67,7 @@ class VllmFormat(ExportFormat, name="vllm"):
             "tokenizer_sha256": target.spec.tokenizer_sha256,
             "layout": f"vllm-{serving.architecture}",
             "training_length": length,
+            "checkpoint": history.get("checkpoint"),
         }
         dtype = serving_dtype(target.dtype)
         save_file(

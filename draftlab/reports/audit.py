@@ -11,6 +11,9 @@ from draftlab.evaluation.audit_results import (
 from draftlab.evaluation.two_sample import POWER, FeatureTest
 from draftlab.reports.words import count, plural
 
+# total variation from which on a sampled part is called a weak one
+_BLIND = 0.15
+
 
 def audit_headline(report: AuditReport) -> str:
     """Say the verdict in one sentence."""
@@ -31,8 +34,9 @@ def audit_headline(report: AuditReport) -> str:
     drafts = [report.greedy.drafts, *([sampled.drafts] if sampled else [])]
     if not any(part.num_drafted for part in drafts):
         return f"PASSED, but proves nothing. {where}: no draft token was ever judged."
-    seen = "greedy and sampled answers" if sampled else "greedy answers"
-    return f"PASSED. {where}: {seen} are the target's own, as far as this audit can see."
+    if sampled is None:
+        return f"PASSED. {where}: greedy answers are the target's own. Sampling was not audited."
+    return f"PASSED. {where}: greedy and sampled answers are the target's own; {_sight(sampled)}."
 
 
 def audit_lines(report: AuditReport) -> list[str]:
@@ -41,6 +45,17 @@ def audit_lines(report: AuditReport) -> list[str]:
     if report.sampled is None:
         return [*lines, "sampled", "  not audited: decode.temperature is 0"]
     return [*lines, "sampled", *(f"  {line}" for line in _sampled_lines(report.sampled))]
+
+
+def _sight(part: SampledPart) -> str:
+    """Say how small a difference the sampled part would have found."""
+    sizes = [test.detectable_tv for test in part.tests if test.detectable_tv is not None]
+    if not sizes:
+        return "but there were too few sampled answers to find any difference: raise audit.minutes"
+    found = f"a law {min(sizes):.2f} away in total variation would have been found"
+    few = "but only " if min(sizes) > _BLIND else ""
+    more = ": raise audit.minutes" if few else ""
+    return f"{few}{found}{more}"
 
 
 def _target(report: AuditReport) -> str:
@@ -128,7 +143,7 @@ def _tested(part: SampledPart) -> int:
 
 def _test_line(test: FeatureTest) -> str:
     if test.num_bins < 2:
-        return f"{test.name:<26} all answers alike: not testable"
+        return f"{test.name:<26} not testable: answers alike, or too few"
     seen = "none" if test.detectable_tv is None else f"{test.detectable_tv:.3f}"
     mark = "  DIFFERENT" if test.differs else ""
     return (

@@ -206,19 +206,9 @@ def _yes_no(value: Any) -> str:
 
 def _sampling(same: dict[str, Any]) -> str:
     temperature = same.get("temperature")
-    off = {
-        "top_k": None,
-        "top_p": None,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "logit_bias": [],
-        "min_new_tokens": 0,
-        "stop": [],
-    }
-    # older results do not have every key
-    on = [f"{key} {same[key]}" for key, value in off.items() if same.get(key, value) != value]
+    known = ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
+    known += ("presence_penalty", "logit_bias", "min_new_tokens", "stop")
+    on = [f"{key} {same[key]}" for key in known if same.get(key) is not None]
     return ", ".join(["0 (greedy)" if temperature == 0 else str(temperature), *on])
 
 

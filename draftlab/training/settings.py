@@ -75,6 +75,8 @@ class TrainSettings(Settings):
         accumulation: such batches added up before a step.
         row_tokens: length of a packed row, tokens.
         precision: bf16 computes in bfloat16 where that is safe (autocast); weights stay float32.
+        gradient_checkpointing: compute the activations of layers once more in the backward pass
+            instead of keeping them: less memory, more time, the same numbers.
         save_every_steps: optimizer steps between checkpoints; the last step is always saved.
         keep_checkpoints: newest checkpoints kept; the best one is kept besides.
         log_every_steps: optimizer steps between lines of numbers.
@@ -93,6 +95,7 @@ class TrainSettings(Settings):
     accumulation: PositiveInt
     row_tokens: PositiveInt
     precision: Literal["no", "bf16"]
+    gradient_checkpointing: bool
     save_every_steps: PositiveInt
     keep_checkpoints: PositiveInt
     log_every_steps: PositiveInt

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from draftlab.shapes import Tensor
+from draftlab.shapes import Float, Int, Tensor
 from draftlab.training.loss import DrafterLoss
 
 
@@ -28,12 +28,16 @@ def shard_loss(loss: DrafterLoss, device: torch.device) -> FSDPModule:
     return fully_shard(loss, mesh=mesh)
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def whole_tensor(
+    tensor: Float[Tensor, "*S"] | Int[Tensor, "*S"],
+) -> Float[Tensor, "*S"] | Int[Tensor, "*S"]:
     """Put shards together, in all processes at once; a tensor that is whole stays itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_like(tensor: Tensor, place: Tensor) -> Tensor:
+def cut_like(
+    tensor: Float[Tensor, "*S"] | Int[Tensor, "*S"], place: Float[Tensor, "*S"] | Int[Tensor, "*S"]
+) -> Float[Tensor, "*S"] | Int[Tensor, "*S"]:
     """Cut a whole tensor as another one is cut; every process has it, so nothing is sent."""
     if not isinstance(place, DTensor):
         return tensor

@@ -42,7 +42,8 @@ class TrainingState:
             for parameter, state in optimizer.state.items()
             for key, moment in state.items()
         }
-        return {name: whole_tensor(x) for name, x in (self._places() | moments).items()}
+        # in the order of names: the shards of one tensor must meet
+        return {name: whole_tensor(x) for name, x in sorted((self._places() | moments).items())}
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -73,7 +74,7 @@ class TrainingState:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        for name in moments:
+        for name in sorted(moments):
             parameter_name, key = name.removeprefix("optim/").rsplit("/", 1)
             parameter, moment = self.parameters[parameter_name], tensors[name]
             # a step count is a scalar that stays on the CPU

@@ -37,6 +37,7 @@ from draftlab.training.optim import build_optimizers, set_lr, trainable_paramete
 from draftlab.training.plan import TrainingPlan, measure_steps_in_time, steps_within_limits
 from draftlab.training.processes import start_accelerator
 from draftlab.training.progress import ProgressDisplay
+from draftlab.training.recompute import recompute_layers
 from draftlab.training.rows import TrainingRows
 from draftlab.training.sampler import RowOrder
 from draftlab.training.schedule import lr_factor
@@ -149,6 +150,8 @@ class Trainer:
         self.accelerator = start_accelerator(target.device, train.precision)
         drafter.to(self.accelerator.device)
         _keep_float32(drafter)
+        if train.gradient_checkpointing:
+            recompute_layers(drafter)
         self._order = RowOrder(
             num_rows=len(rows),
             seed=seed,

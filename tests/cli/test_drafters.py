@@ -11,7 +11,7 @@ def run(tmp_path):
     """A run of two processes, with a target whose nulls differ from what presets say."""
     run = RunDir(tmp_path / "My Run, (1)")
     data = compose("train", ["target=tiny", "target.seed=7"]).data
-    hardware = {"kind": "ddp", "num_processes": 4, "threads": 2}
+    hardware = {"kind": "ddp", "num_processes": 4, "threads": 2, "shard": "drafter"}
     run.write_config({"target": {**data["target"], "name": None}, "hardware": hardware})
     run.checkpoint_path(3).mkdir(parents=True)
     (run.checkpoint_path(3) / "drafter.json").write_text("{}")
@@ -42,7 +42,8 @@ def test_a_typed_key_beats_the_run_and_a_typed_target_replaces_it(run):
 
 def test_one_process_takes_over_from_several(run):
     data = compose_for_drafters("generate", [f"drafter={run.path}"]).data
-    assert data["hardware"] == {"kind": "single_gpu", "num_processes": 1, "threads": None}
+    alone = {"num_processes": 1, "threads": None, "shard": "none", "accelerate_config": None}
+    assert data["hardware"] == {"kind": "single_gpu", **alone}
     data = compose_for_drafters("generate", [f"drafter={run.path}", "hardware=cpu"]).data
     assert data["hardware"]["kind"] == "cpu"
 

@@ -10,8 +10,14 @@ from draftlab.errors import ConfigError
 from draftlab.settings.base import parse_settings
 
 
-def cpu(processes, threads=None):
-    return HardwareSettings(kind="cpu", num_processes=processes, threads=threads)
+def hardware_of(kind, processes, threads=None, **changes):
+    plain = {"shard": "none", "accelerate_config": None}
+    data = {"kind": kind, "num_processes": processes, "threads": threads, **plain, **changes}
+    return parse_settings(HardwareSettings, data)
+
+
+def cpu(processes, threads=None, **changes):
+    return hardware_of("cpu", processes, threads, **changes)
 
 
 def test_threads_left_open_share_the_cores(monkeypatch):
@@ -32,14 +38,12 @@ def test_threads_left_open_follow_the_environment(monkeypatch):
 
 def test_one_device_cannot_run_two_processes():
     with pytest.raises(ConfigError, match="single_gpu runs one process, not 2"):
-        parse_settings(
-            HardwareSettings, {"kind": "single_gpu", "num_processes": 2, "threads": None}
-        )
+        hardware_of("single_gpu", 2)
 
 
 def test_asking_for_devices_that_are_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    hardware = HardwareSettings(kind="ddp", num_processes=2, threads=1)
+    hardware = hardware_of("ddp", 2)
     with pytest.raises(ConfigError, match=r"needs as many CUDA devices.* sees 1"):
         apply_hardware(hardware)
 
@@ -55,3 +59,29 @@ def test_launched_cpu_processes_see_no_device():
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_cutting_over_one_process_is_refused():
+    with pytest.raises(ConfigError, match=r"hardware\.num_processes=1 is one"):
+        cpu(1, shard="drafter")
+
+
+def test_a_launcher_file_for_one_process_is_refused():
+    with pytest.raises(ConfigError, match=r"no effect with hardware\.num_processes=1"):
+        cpu(1, accelerate_config="machines.yaml")
+
+
+def test_a_launcher_file_says_how_processes_start_and_the_environment_which_machine(monkeypatch):
+    hardware = cpu(4, accelerate_config="machines.yaml")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    words = launcher_command(hardware, ["draftlab.cli.worker", "RUN"])
+    assert words[words.index("--config_file") + 1] == "machines.yaml"
+    assert words[words.index("--machine_rank") + 1] == "1"
+    assert words[words.index("--num_processes") + 1] == "4"
+    assert "--num_machines" not in words
+    monkeypatch.setenv("DRAFTLAB_MACHINE_RANK", "0")
+    words = launcher_command(hardware, ["draftlab.cli.worker", "RUN"])
+    assert words[words.index("--machine_rank") + 1] == "0"
+    monkeypatch.delenv("DRAFTLAB_MACHINE_RANK")
+    monkeypatch.delenv("SLURM_NODEID")
+    assert "--machine_rank" not in launcher_command(hardware, ["draftlab.cli.worker", "RUN"])

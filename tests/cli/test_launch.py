@@ -152,3 +152,39 @@ def test_a_worker_started_by_hand_never_sees_hydra(outputs):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+MANY = ["hardware.num_processes=2", "hardware.accelerate_config=machines.yaml"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".."])
+def test_several_machines_must_be_told_which_run(outputs, monkeypatch, name):
+    monkeypatch.setenv("DRAFTLAB_RUN_ID", name)
+    with pytest.raises(ConfigError, match="set DRAFTLAB_RUN_ID to one word"):
+        prepare_run(words(outputs, *MANY))
+
+
+def test_a_launcher_file_that_is_not_there_is_named(outputs, monkeypatch):
+    monkeypatch.setenv("DRAFTLAB_RUN_ID", "job-1")
+    with pytest.raises(ConfigError, match=r"accelerate_config=machines\.yaml cannot be read"):
+        prepare_run(words(outputs, *MANY))
+
+
+def test_all_machines_find_the_run_that_the_first_one_made(outputs, monkeypatch):
+    monkeypatch.setenv("DRAFTLAB_RUN_ID", "job-1")
+    monkeypatch.setenv("DRAFTLAB_MACHINE_RANK", "0")
+    first, settings = prepare_run(words(outputs, *MANY))
+    monkeypatch.setenv("DRAFTLAB_MACHINE_RANK", "1")
+    second, same = prepare_run(words(outputs, *MANY))
+    assert first.path == second.path == outputs / "adhoc" / "job-1"
+    assert settings == same
+    with pytest.raises(ConfigError, match="begun with other settings"):
+        prepare_run(words(outputs, *MANY, "seed=9"))
+
+
+def test_a_first_machine_that_never_comes_is_not_waited_for_without_end(outputs, monkeypatch):
+    monkeypatch.setenv("DRAFTLAB_RUN_ID", "job-1")
+    monkeypatch.setenv("DRAFTLAB_MACHINE_RANK", "1")
+    monkeypatch.setattr(launch, "_MEETING_S", 0)
+    with pytest.raises(ConfigError, match="the first machine did not make"):
+        prepare_run(words(outputs, *MANY))

@@ -10,7 +10,7 @@ from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.plain import TransformersDecoding
 from draftlab.decoding.regenerate import list_questions, regenerate
 from draftlab.decoding.settings import RegenerateSettings
-from draftlab.errors import UnsupportedTarget
+from draftlab.errors import ConfigError, UnsupportedTarget
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.tiny import tiny_target
 
@@ -32,6 +32,30 @@ def test_sampled_answers_hang_on_their_key_and_not_on_their_place(target, prompt
     assert [g.output_ids for g in first] == [g.output_ids for g in turned[::-1]]
     other = plain.generate(prompts[:1], row_keys=[71])
     assert other[0].output_ids != first[0].output_ids
+
+
+def test_penalties_biases_and_a_least_length_equal_the_decoders(target, prompts):
+    plain = Decoder(target, None, decode_settings(max_new_tokens=10)).generate(prompts[:3])
+    banned = plain[0].output_ids[0]
+    settings = decode_settings(
+        max_new_tokens=10,
+        min_new_tokens=6,
+        repetition_penalty=1.3,
+        logit_bias={banned: float("-inf"), 7: 1.5, **dict.fromkeys(target.spec.eos_ids, 3.0)},
+    )
+    ours = Decoder(target, None, settings).generate(prompts[:3])
+    theirs = TransformersDecoding(target, settings).generate(prompts[:3])
+    assert [g.output_ids for g in theirs] == [g.output_ids for g in ours]
+    assert ours[0].output_ids != plain[0].output_ids
+    assert all(len(g.output_ids) >= 6 for g in theirs)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"stop": ["x"]}]
+)
+def test_what_transformers_cannot_do_is_refused(target, changes):
+    with pytest.raises(ConfigError, match="cannot take effect"):
+        TransformersDecoding(target, decode_settings(**changes))
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ import psutil
 
 from draftlab.runs.run_dir import RunDir, list_runs
 
-_TIMEOUT_S = 200
+_TIMEOUT_S = 400  # a machine with other work starts processes slowly
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start `draftlab WORDS` in a folder."""
+def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `draftlab WORDS` in a folder, with further variables in its environment."""
     return subprocess.Popen(
         [sys.executable, "-m", "draftlab.cli.main", *words],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

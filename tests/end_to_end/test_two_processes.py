@@ -1,5 +1,7 @@
 """Cases O-22 and O-37 by the real command: two processes are one run, and fail as one."""
 
+import socket
+
 import psutil
 import pytest
 import torch
@@ -62,6 +64,63 @@ def test_two_processes_are_one_run_with_the_losses_of_double_accumulation(tmp_pa
     weights = [load_file(each.pointed("latest") / "drafter.safetensors") for each in (pair, alone)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_drafter_cut_over_two_processes_is_one_run_with_the_same_losses(tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    one.mkdir()
+    words = (*WORDS, "drafter=eagle3", "optim=adamw")
+    run(two, *words, TWO, "hardware.shard=drafter")
+    run(one, *words, "train.accumulation=2")
+    cut, whole = only_run(two / "outputs"), only_run(one / "outputs")
+    assert cut.is_finished
+    found, expected = losses(cut), losses(whole)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for step, numbers in expected.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-4)
+    weights = [load_file(each.pointed("latest") / "drafter.safetensors") for each in (cut, whole)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-4)
+
+
+MACHINES = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+num_machines: 2
+num_processes: 2
+machine_rank: 0
+main_process_ip: 127.0.0.1
+main_process_port: {port}
+rdzv_backend: static
+same_network: true
+use_cpu: true
+"""
+
+
+@pytest.mark.slow
+def test_two_machines_meet_in_one_run(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "machines.yaml").write_text(MACHINES.format(port=port))
+    words = (*WORDS, TWO, "hardware.accelerate_config=machines.yaml")
+    machines = [
+        start(tmp_path, *words, DRAFTLAB_RUN_ID="job-7", DRAFTLAB_MACHINE_RANK=str(rank))
+        for rank in (1, 0)
+    ]
+    try:
+        ends = [finish(machine) for machine in machines]
+    finally:
+        for machine in machines:
+            stop(machine)
+    assert [code for code, _ in ends] == [0, 0], ends
+    met = only_run(tmp_path / "outputs")
+    assert met.path.name == "job-7"
+    assert met.is_finished
+    assert list(losses(met)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow

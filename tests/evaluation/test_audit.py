@@ -1,10 +1,11 @@
 """The whole audit on a tiny target: true drafters pass, broken rules do not.
 
-Fixed seeds. Power: the broken residual moves the emitted law by about 0.1 in total variation at
-the first drafted place; with 1,024 answers of each arm the tests find that (p below 1e-6), and the
-same audit of the whole rule is its control.
+Fixed seeds. Power: the broken residual moves the law of the first drafted token by about 0.15 in
+total variation; with 1,024 answers of each arm the tests find that (p below 1e-6), and the same
+audit of the rule as it is accuses nobody.
 """
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -40,10 +41,10 @@ def decode(**changes):
 def settings(**changes):
     small = {
         "prompts": 3,
-        "max_new_tokens": 16,
+        "max_new_tokens": 8,
         "sampled_prompts": 1,
         "sampled_tokens": 4,
-        "samples": 128,
+        "samples": 64,
         "batch_size": 256,
     }
     data = yaml.safe_load((conf_dir() / "audit.yaml").read_text())["audit"]
@@ -66,9 +67,9 @@ def drafter_of(kind, target, **changes):
     return build_drafter(parsed, target.view).to(dtype=target.dtype).eval()
 
 
-def audited(target, kind, *, how=None, **changes):
-    drafter = drafter_of(kind, target)
-    return audit_drafter(target, drafter, PROMPTS, settings(**changes), how or decode())
+def audited(target, kind, *, how=None, prompts=PROMPTS, changed=None, **changes):
+    drafter = drafter_of(kind, target, **(changed or {}))
+    return audit_drafter(target, drafter, prompts, settings(**changes), how or decode())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -78,7 +79,7 @@ def test_a_drafter_that_was_never_trained_passes(targets, kind, dtype):
     assert report.passes
     assert report.greedy.drafts.num_drafted > 0
     assert report.greedy.verdict.num_compared == 3
-    assert report.sampled.num_draws == 128
+    assert report.sampled.num_draws == 64
     assert audit_headline(report).startswith("PASSED. ")
 
 
@@ -101,7 +102,7 @@ def test_a_greedy_walk_that_goes_one_node_too_far_is_found(target, monkeypatch):
     report = audited(target, "medusa", how=decode(temperature=0.0))
     assert not report.passes
     assert report.sampled is None
-    assert report.greedy.verdict.num_defects > 10
+    assert report.greedy.verdict.num_defects > 5
     assert any(line.strip().startswith("DEFECT") for line in audit_lines(report))
 
 
@@ -109,11 +110,21 @@ def test_a_greedy_walk_that_goes_one_node_too_far_is_found(target, monkeypatch):
 def test_drawing_from_p_where_the_residual_is_due_is_found(target, monkeypatch, is_broken):
     if is_broken:
         monkeypatch.setattr("draftlab.decoding.rules.chain.residual", lambda p, q: p)
-    report = audited(target, "self_speculative", samples=1024)
+    report = audited(
+        target,
+        "self_speculative",
+        changed={"exit_layer": 3, "num_draft_tokens": 1},
+        how=decode(rule="point_mass"),
+        prompts={"copying": [[40, 41, 40, 41, 40]]},
+        max_new_tokens=4,
+        samples=1024,
+        sampled_tokens=3,
+    )
     assert report.greedy.passes
+    assert report.sampled.drafts.num_accepted > 200
     assert report.passes is not is_broken
     assert any(test.p_value < 1e-6 for test in report.sampled.tests) is is_broken
-    assert ("law" in audit_headline(report)) is is_broken
+    assert ("do not follow the target's law" in audit_headline(report)) is is_broken
 
 
 def test_a_lossy_rule_fails_by_name_however_few_answers_there_are(target):
@@ -126,7 +137,7 @@ def test_a_lossy_rule_fails_by_name_however_few_answers_there_are(target):
 
 
 def test_sampled_verify_gives_plain_samplings_tokens(target):
-    report = audited(target, "ngram", how=decode(rule="sampled_verify"), samples=64)
+    report = audited(target, "ngram", how=decode(rule="sampled_verify"))
     check = report.sampled.same_seed
     assert check.num_identical == check.num_answers == 3
     assert report.passes
@@ -174,13 +185,13 @@ def test_ranks_and_their_probabilities_are_the_targets_own(target):
             assert token.bin == sum(rank > edge for edge in edges)
             p = process(logits, law).sort(descending=True).values
             bounds = [0, 1, 2, 3, 5, 9, 17, 65, len(p)]
-            expected = [float(p[a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+            expected = [float(p[a:b].sum()) for a, b in itertools.pairwise(bounds)]
             assert token.bin_probs == pytest.approx(expected, abs=1e-9)
 
 
 def test_penalties_stops_and_limits_are_audited_as_they_are_decoded(target):
     how = decode(repetition_penalty=1.3, presence_penalty=0.5, min_new_tokens=3, top_k=20)
-    report = audited(target, "ngram", how=how, samples=64)
+    report = audited(target, "ngram", how=how)
     assert report.passes
     assert "repetition_penalty 1.3" in report.sampled.sampling
     assert not any(test.name.startswith("all tokens") for test in report.sampled.tests)

@@ -2,14 +2,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
+from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.records import Generation
+from draftlab.decoding.settings import DecodeSettings
 from draftlab.evaluation.lossless import Answer, audit, measure_tolerance, score_narrow
 from draftlab.sampling import GREEDY, Sampling
+from draftlab.settings.locate import conf_dir
 from draftlab.targets.step import Step
 from draftlab.targets.tiny import tiny_target
 
 PROMPTS = [(7, 8, 9, 10), (40, 41), tuple(range(60, 75))]
+
+
+def settings_from(cls, name, **changes):
+    return cls(**{**yaml.safe_load((conf_dir() / name).read_text()), **changes})
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +145,29 @@ def test_sampled_output_needs_probability_only(target, answers):
     assert not free.is_greedy
     # with top_k 1 only the likeliest token has mass, so the planted one has none
     assert audited(target, wrong, sampling=Sampling(temperature=1.0, top_k=1)).num_defects >= 1
+
+
+def test_penalties_and_biases_are_part_of_the_score(target):
+    how = settings_from(
+        DecodeSettings,
+        "decode/greedy.yaml",
+        repetition_penalty=1.4,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={5: 2.0},
+        max_new_tokens=12,
+        batch_size=3,
+    )
+    answers = Decoder(target, None, how).generate(PROMPTS)
+    assert audited(target, answers, sampling=how.sampling).is_lossless
+    assert not audited(target, answers).is_lossless
+    as_drawn = replace(how.sampling, temperature=1.0, top_k=1)
+    assert audited(target, answers, sampling=as_drawn).is_lossless
+
+
+def test_an_end_token_that_comes_too_early_is_a_defect(target, answers, monkeypatch):
+    early = answers[0].output_ids[3]
+    monkeypatch.setattr(target, "spec", replace(target.spec, eos_ids=(early,)))
+    short = [replace(answers[0], output_ids=answers[0].output_ids[:4])]
+    assert audited(target, short, sampling=Sampling(min_new_tokens=3)).is_lossless
+    assert audited(target, short, sampling=Sampling(min_new_tokens=4)).num_defects == 1

@@ -81,3 +81,17 @@ def test_weights_in_the_folder_are_those_of_the_checkpoint(run, build, qwen):
     main(["export", f"drafter={run.path}"])
     weights = load_file(run.export_path("vllm") / "model.safetensors")
     assert torch.equal(weights["fc.weight"], build("eagle3", on=qwen).fc.weight.detach())
+
+
+def test_an_exported_folder_named_as_a_drafter_says_which_run_or_checkpoint_to_name(
+    run, tmp_path, capsys
+):
+    served = tmp_path / "served"
+    assert main(["export", f"drafter={run.path}"]) == 0
+    assert main(["export", f"drafter={run.path}", f"out={served}"]) == 0
+    assert main(["export", f"drafter={run.export_path('vllm')}"]) == 2
+    assert f"pass the run {run.path} that it was made of" in capsys.readouterr().err
+    assert main(["eval", f"drafters=[{served}]"]) == 2
+    error = capsys.readouterr().err
+    assert "is an export: serving engines read it, draftlab does not" in error
+    assert f"pass the checkpoint {run.path.name}/step-000003" in error

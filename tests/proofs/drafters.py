@@ -115,3 +115,12 @@ class LooksAhead(FiveWords, kind="five_words_looks_ahead", settings=ScriptedSett
 
     def confidence(self, drawn, tokens):
         return drawn.gather(2, tokens.unsqueeze(2)).squeeze(2)
+
+
+class SureOfTheSecond(FiveWords, kind="five_words_sure_of_the_second", settings=ScriptedSettings):
+    """Half sure of its first token, and quite sure of those after it."""
+
+    def confidence(self, drawn, tokens):
+        sure = torch.ones(tokens.shape, dtype=torch.float64)
+        sure[:, 0] = 0.5
+        return sure

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
-from exact_law import block_edges, pieces, token_level_edges
+from exact_law import BESIDE, block_edges, pieces, token_level_edges
 
 import draftlab.decoding.batch as batch_room
 from draftlab.drafters.base import DraftBudget, Observation
@@ -102,7 +102,13 @@ class Enumeration:
         if node == tree.tokens.shape[1]:
             yield Draft(mass, draws, tree)
             return
-        for _, u, piece in middles(drawn[0, node]):
+        is_own = drawn is tree.law_probs and tree.law_ids is not None
+        for column, u, piece in middles(drawn[0, node]):
+            token = int(tree.law_ids[0, node, column]) if is_own else column
+            # a law that is not the one drawn from has its edges elsewhere
+            for beside in (u - piece / 2 + BESIDE, u + piece / 2 - BESIDE):
+                found = int(propose((*draws, beside)).tokens[0, node])
+                assert found == token or piece < 2 * BESIDE, "drawn from another law than is told"
             yield from self._grow(propose, (*draws, u), mass * piece)
 
     def _num_nodes(self, tree, room):
@@ -163,9 +169,7 @@ def middles(law):
     """Give (id, middle of its piece, probability) of every id that a law can draw."""
     law = law / law.sum()
     ends = law.cumsum(0)
-    return [
-        (i, float(ends[i] - law[i] / 2), float(law[i])) for i in range(len(law)) if law[i] > 0
-    ]
+    return [(i, float(ends[i] - law[i] / 2), float(law[i])) for i in range(len(law)) if law[i] > 0]
 
 
 def told_laws(tree):

@@ -45,7 +45,9 @@ def own_memories(state, target_kv):
     found, seen, todo = [], {id(target_kv)}, [state]
     while todo:
         thing = todo.pop()
-        if id(thing) in seen or isinstance(thing, torch.Tensor | torch.nn.Module | str | int | float):
+        if id(thing) in seen or isinstance(
+            thing, torch.Tensor | torch.nn.Module | str | int | float
+        ):
             continue
         seen.add(id(thing))
         if isinstance(thing, KVBuffers):

@@ -11,11 +11,12 @@ from contract_kit import make
 from scripted import decode_settings
 
 import draftlab.decoding.rules.chain as chain_rules
+from draftlab.decoding.costs import TimeCurve
 from draftlab.decoding.decoder import Decoder
 from draftlab.drafters.tree import StaticTree
 from draftlab.randomness import Purpose
 from draftlab.sampling import ContextTracker, Sampling
-from proofs.drafters import FiveWords, LooksAhead, Sharpened
+from proofs.drafters import FiveWords, LooksAhead, Sharpened, SureOfTheSecond
 from proofs.enumeration import SEED, Enumeration, distance, engine_law, middles
 from proofs.five_words import EOS, Words, five_word_target
 
@@ -49,7 +50,11 @@ WAYS = {
     "tree without replacement": ({"rule": "without_replacement", "tree": FORK}, "token"),
     "tree of points": ({"rule": "point_mass", "tree": FORK}, "points"),
 }
-LARGE = ("tree without replacement",)
+LARGE = (
+    "tree without replacement",
+    "speculative, cut where unsure",
+    "block, cut where unsure",
+)
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +213,14 @@ def test_penalties_that_do_not_see_the_drafts_before_them_are_seen(monkeypatch, 
     drafter = FiveWords(2, SUPPORTS["penalties"])
     off, _ = total_variation(monkeypatch, target, drafter, "speculative", SAMPLINGS["penalties"])
     assert off > SEEN
+
+
+@pytest.mark.parametrize(("rule", "longest"), [("speculative", 0), ("block", 0), ("point_mass", 2)])
+def test_a_drawn_chains_length_is_chosen_without_a_look_behind_its_end(target, rule, longest):
+    """One node does not pay and two would: how sure the second is depends on the first's draw."""
+    tree = {"kind": "budgeted", "max_nodes": 2, "top_k": 1, "depth": 2}
+    settings = settings_for(SAMPLINGS["top-k"], rule=rule, tree=tree)
+    decoder = Decoder(target, SureOfTheSecond(2), settings)
+    decoder._curves[1] = TimeCurve((1, 2, 3), (1.0, 1.6, 1.7))
+    answers = [decoder.generate([[1, word]], max_new_tokens=6)[0] for word in range(4)]
+    assert max(step.num_drafted for answer in answers for step in answer.steps) == longest

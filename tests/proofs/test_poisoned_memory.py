@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 from contract_kit import CASES, KINDS, K, make, some_ids
-from proofs.poison import own_memories, quieten, spoil
 from scripted import decode_settings
 from test_lossless_decoding import make_narrow_target
 from toy_drafters import TOYS
 
 from draftlab.decoding.decoder import Decoder
 from draftlab.targets.tiny import tiny_target
+from proofs.poison import own_memories, quieten, spoil
 
 # slots are refilled while others run; 4 words make accepted runs of every length likely
 PROMPTS = [[i % 4 for i in some_ids(n, seed=n)] for n in (9, 2, 17, 1, 12)]

@@ -140,6 +140,7 @@ def train_settings(**changes: Any) -> TrainSettings:
         "accumulation": 1,
         "row_tokens": ROW_TOKENS,
         "precision": "no",
+        "gradient_checkpointing": False,
         "save_every_steps": 100,
         "keep_checkpoints": 2,
         "log_every_steps": 1,

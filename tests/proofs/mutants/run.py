@@ -10,12 +10,13 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
 import time
 import traceback
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.proofs.mutants.catalogue import MUTANTS, Mutant
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- mutants: written by `make mutants` -->", "<!-- /mutants -->"
 COPIED = ("draftlab", "conf", "recipes", "tests")
 LIMIT_S = 180
-JUNK = shutil.ignore_patterns("__pycache__", "*.pyc", ".pytest_cache")
+JUNK = shutil.ignore_patterns("*.pyc.*", ".pytest_cache")
 
 
 class Recorder:
@@ -45,25 +46,42 @@ class Recorder:
             self.failed = report.nodeid
 
 
-def make_copy(folder: Path, mutant: Mutant | None) -> None:
-    """Copy the project, with one bug in it.
-
-    Raises:
-        LookupError: the text to replace does not stand in its file exactly once.
-    """
+def copy_project(folder: Path) -> None:
+    """Copy the project once, compiled files included: later copies are of this one."""
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=JUNK)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / name)
+
+
+def check_texts(project: Path, mutants: list[Mutant]) -> None:
+    """Refuse a list that is out of date.
+
+    Raises:
+        LookupError: a text to replace does not stand in its file exactly once.
+    """
+    stale = []
+    for mutant in mutants:
+        path = project / "draftlab" / mutant.file
+        found = path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
+        if found != 1:
+            stale.append(
+                f"{mutant.name!r}: its text stands {found} times in draftlab/{mutant.file}"
+            )
+    if stale:
+        raise LookupError(
+            "seeded bugs whose text must stand once; bring catalogue.py up to date:\n  "
+            + "\n  ".join(stale)
+        )
+
+
+def make_copy(project: Path, folder: Path, mutant: Mutant | None) -> None:
+    """Copy the project, with one bug in it."""
+    shutil.copytree(project, folder)
     if mutant is None:
         return
     path = folder / "draftlab" / mutant.file
     text = path.read_text(encoding="utf-8")
-    if (found := text.count(mutant.old)) != 1:
-        raise LookupError(
-            f"mutant {mutant.name!r}: its text stands {found} times in draftlab/{mutant.file}, "
-            "expected once; bring the catalogue up to date"
-        )
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
 
 
@@ -78,6 +96,8 @@ def run_tests(folder: Path, arguments: list[str], *, stop_at_first: bool) -> Non
 
     recorder = Recorder()
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "--assert=plain"]
+    # shapes are not checked here: what kills a bug is what it does, and imports are faster
+    options += ["-o", "addopts=--strict-markers"]
     options += ["-x"] if stop_at_first else []
     with open(folder / "log", "w") as log, contextlib.redirect_stdout(log):
         code = int(pytest.main([*options, *arguments], plugins=[recorder]))
@@ -93,9 +113,9 @@ def run_tests(folder: Path, arguments: list[str], *, stop_at_first: bool) -> Non
     (folder / "answer.json").write_text(json.dumps(answer))
 
 
-def start(folder: Path, mutant: Mutant | None, arguments: list[str]) -> int:
+def start(project: Path, folder: Path, mutant: Mutant | None, arguments: list[str]) -> int:
     """Fork a run; give its process id."""
-    make_copy(folder, mutant)
+    make_copy(project, folder, mutant)
     child = os.fork()
     if child:
         return child
@@ -123,75 +143,70 @@ def judge(folder: Path) -> tuple[bool, str, int]:
     return answer["failed"] is not None, answer["failed"] or "", answer["count"]
 
 
-def run_all(mutants: list[Mutant], processes: int) -> list[dict]:
-    """Run every bug, some at a time; give results in the catalogue's order."""
-    results: dict[int, dict] = {}
-    waiting, running = list(enumerate(mutants)), {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as top:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                number, mutant = waiting.pop(0)
-                folder = Path(top, str(number))
-                child = start(folder, mutant, list(mutant.tests))
-                running[child] = (number, mutant, folder, time.monotonic())
-            done, _ = os.waitpid(-1, os.WNOHANG)
-            if done == 0:
-                for child, (_, _, _, began) in running.items():
-                    if time.monotonic() - began > LIMIT_S:
-                        os.killpg(child, 9)
-                time.sleep(0.05)
-                continue
-            number, mutant, folder, began = running.pop(done)
-            killed, by, count = judge(folder)
-            took = time.monotonic() - began
-            results[number] = {"mutant": mutant, "killed": killed, "by": by, "seconds": took}
-            word = "killed  " if killed else "SURVIVED"
-            print(f"{word} {took:5.1f} s  {mutant.name}  [{by or f'{count} tests passed'}]", flush=True)
+def run_jobs(
+    project: Path, jobs: list[tuple[Mutant | None, tuple[str, ...]]], processes: int
+) -> Iterator[tuple[int, bool, str, int, float]]:
+    """Run jobs, some at a time; yield (job, killed, by what, tests run, seconds) as they end."""
+    waiting, running = deque(enumerate(jobs)), {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            number, (mutant, tests) = waiting.popleft()
+            folder = project.parent / str(number)
+            child = start(project, folder, mutant, list(tests))
+            running[child] = (number, folder, time.monotonic())
+        done, _ = os.waitpid(-1, os.WNOHANG)
+        if done:
+            number, folder, began = running.pop(done)
+            yield number, *judge(folder), time.monotonic() - began
             shutil.rmtree(folder)
-    return [results[number] for number in range(len(mutants))]
+            continue
+        for child, (_, _, began) in running.items():
+            if time.monotonic() - began > LIMIT_S:
+                os.killpg(child, 9)
+        time.sleep(0.05)
 
 
-def check_tests_pass(mutants: list[Mutant], processes: int) -> None:
+def check_tests_pass(project: Path, mutants: list[Mutant], processes: int) -> None:
     """Run the tests of all bugs on an unchanged copy: one that fails anyway would prove nothing."""
-    jobs = sorted({mutant.tests for mutant in mutants})
-    running: dict[int, tuple] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as top:
-        for number, tests in enumerate([*jobs, *[None] * processes]):
-            if len(running) == processes or tests is None:
-                if not running:
-                    break
-                done, _ = os.waitpid(-1, 0)
-                folder, arguments = running.pop(done)
-                failed, by, count = judge(folder)
-                if failed or not count:
-                    raise SystemExit(
-                        f"without any bug: {by or 'no test was run'} of {' '.join(arguments)}"
-                    )
-                shutil.rmtree(folder)
-            if tests is not None:
-                folder = Path(top, str(number))
-                running[start(folder, None, list(tests))] = (folder, tests)
-    print(f"without any bug: all tests of {len(jobs)} selections pass", flush=True)
+    selections = sorted({mutant.tests for mutant in mutants})
+    jobs = [(None, tests) for tests in selections]
+    for number, failed, by, count, _ in run_jobs(project, jobs, processes):
+        if failed or not count:
+            words = " ".join(selections[number])
+            raise SystemExit(f"without any bug: {by or 'no test was run'} of {words}")
+    print(f"without any bug: all tests of {len(selections)} selections pass", flush=True)
 
 
-def table_of(results: list[dict]) -> str:
+def run_mutants(project: Path, mutants: list[Mutant], processes: int) -> list[tuple[bool, str]]:
+    """Run every bug; give whether it was seen, and by what, in the catalogue's order."""
+    results: list[tuple[bool, str]] = [(False, "")] * len(mutants)
+    jobs = [(mutant, mutant.tests) for mutant in mutants]
+    for number, killed, by, count, took in run_jobs(project, jobs, processes):
+        results[number] = (killed, by)
+        word = "killed  " if killed else "SURVIVED"
+        seen = by or f"{count} tests passed"
+        print(f"{word} {took:5.1f} s  {mutants[number].name}  [{seen}]", flush=True)
+    return results
+
+
+def table_of(mutants: list[Mutant], results: list[tuple[bool, str]]) -> str:
     """Write the README's table."""
-    killed = sum(result["killed"] for result in results)
+    killed = sum(was_seen for was_seen, _ in results)
     lines = [
         BEGIN,
         "",
-        f"**{killed} of {len(results)} seeded bugs are seen** by the tests (`make mutants`):",
+        f"<details><summary>{killed} of {len(results)} seeded bugs are seen by the tests "
+        "(make mutants)</summary>",
         "",
         "| bug put into a copy | file | seen by |",
         "|---|---|---|",
     ]
-    for result in results:
-        mutant = result["mutant"]
-        by = re.sub(r"\[.*\]$", "", result["by"]).split("/")[-1].replace("::", ": ")
-        by = by.replace(".py: test_", ": ").replace("_", " ")
-        seen = by if result["killed"] else "**no test**"
+    for mutant, (was_seen, by) in zip(mutants, results, strict=True):
+        file, _, test = by.partition("[")[0].rpartition("/")[2].partition(".py::test_")
+        words = f"{file.removeprefix('test_')}: {test}".replace("_", " ")
+        seen = (words if test else by) if was_seen else "**no test**"
         lines.append(f"| {mutant.name} | `{mutant.file}` | {seen} |")
-    return "\n".join([*lines, "", END])
+    return "\n".join([*lines, "", "</details>", "", END])
 
 
 def write_table(path: Path, table: str) -> None:
@@ -240,16 +255,20 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     began = time.monotonic()
     warm_up()
-    if not given.no_control:
-        check_tests_pass(mutants, given.processes)
-    results = run_all(mutants, given.processes)
-    survivors = [result["mutant"].name for result in results if not result["killed"]]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as top:
+        project = Path(top, "project")
+        copy_project(project)
+        check_texts(project, mutants)
+        if not given.no_control:
+            check_tests_pass(project, mutants, given.processes)
+        results = run_mutants(project, mutants, given.processes)
+    survivors = [m.name for m, (was_seen, _) in zip(mutants, results, strict=True) if not was_seen]
     print(
         f"{len(results) - len(survivors)} of {len(results)} killed in "
         f"{time.monotonic() - began:.0f} s"
     )
     if not given.only:
-        write_table(ROOT / "README.md", table_of(results))
+        write_table(ROOT / "README.md", table_of(mutants, results))
     return 1 if survivors else 0
 
 

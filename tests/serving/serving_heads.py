@@ -1,9 +1,11 @@
 """A small target, heads trained on its answers for seconds, and what our own decoder does with them.
 
 The target has 64 rows for 61 tokens, so that heads with a draft vocabulary or a mask token meet
-padding rows as they do in real models. Its layers are damped: then a head of one layer learns
-enough in a few hundred steps to be right about half of the time, at every depth.
+padding rows as they do in real models. Mostly it counts on by seven; what its layers add to that is
+hard to learn, so a head trained for seconds is right at every depth, but not always.
 """
+
+from dataclasses import dataclass
 
 import torch
 import yaml
@@ -21,7 +23,6 @@ from draftlab.settings.locate import conf_dir
 from draftlab.targets.target import build_target
 
 ROWS, TOKENS = 64, 61
-DAMPING = 0.7
 PROMPTS = [[3, 17, 40, 9, 22], [50, 2, 31, 8, 8, 60, 14], [12, 45, 33], [7, 29, 19, 55, 1, 36]]
 MAX_TOKENS = 48
 
@@ -45,10 +46,10 @@ def make_target():
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(DAMPING)
-            layer.mlp.down_proj.weight.mul_(DAMPING)
-        model.lm_head.weight.mul_(3.0)
+        # token i is mostly followed by i + 7: without that, answers fall into short circles
+        words = model.model.embed_tokens.weight[:TOKENS]
+        words.mul_(7.0)
+        model.lm_head.weight[:TOKENS] = words.roll(7, 0)
         model.lm_head.weight[TOKENS:] = 0.0
     words = {f"t{i}": i for i in range(TOKENS)}
     tokenizer = PreTrainedTokenizerFast(
@@ -60,13 +61,14 @@ def make_target():
     return build_target(model, tokenizer, name="served", source="tiny")
 
 
-def train(target, kind, *, steps, lr=3e-3, vocab=None, **keys):
+def train(target, kind, *, steps, lr=3e-3, **keys):
     """Build a drafter and train it on what the target says."""
     data = yaml.safe_load((conf_dir() / "drafter" / f"{kind}.yaml").read_text())
     settings = drafter_class(kind).settings_class(**{**data, **keys})
-    drafter = build_drafter(settings, target.view, vocab, seed=1)
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr)
     batch = make_batch(target)
+    counts = torch.bincount(batch.input_ids[batch.loss_mask], minlength=ROWS)
+    drafter = build_drafter(settings, target.view, counts, seed=1)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr)
     features = target.read_features(batch, drafter.needs)
     drafter.train()
     for step in range(steps):
@@ -100,13 +102,24 @@ def decode_settings(**changes):
     return parse_settings(DecodeSettings, data | fixed | changes)
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens of every answer, verify steps, and how often each position was accepted."""
+
+    tokens: list[list[int]]
+    num_drafts: int
+    per_position: list[int]
+
+
 def decode(target, drafter, depth):
-    """Give tokens and, per position, how often a draft there was accepted, as vLLM counts.
+    """Decode greedily and count as vLLM does.
 
     Our decoder cuts the last drafts to the room that is left; vLLM does not. So ours goes on for a
     block longer, and only steps that begin before the limit are counted.
     """
-    settings = decode_settings(num_draft_tokens=depth, max_new_tokens=MAX_TOKENS + depth + 1)
+    settings = decode_settings(
+        num_draft_tokens=depth or None, max_new_tokens=MAX_TOKENS + depth + 1
+    )
     found = Decoder(target, drafter, settings).generate(PROMPTS)
     counts, drafts = [0] * depth, 0
     for answer in found:
@@ -119,4 +132,5 @@ def decode(target, drafter, depth):
             for k in range(step.num_accepted):
                 counts[k] += 1
             known += step.num_emitted
-    return [list(answer.output_ids[:MAX_TOKENS]) for answer in found], drafts, counts
+    tokens = [list(answer.output_ids[:MAX_TOKENS]) for answer in found]
+    return Decoded(tokens, drafts, counts)

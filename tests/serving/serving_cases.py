@@ -1,0 +1,166 @@
+"""Which heads are served, and which mistakes in an export must show.
+
+Every mistake is one that vLLM loads without a word, or refuses by naming it; all were seen in the
+wild (see the notes in draftlab/export).
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@dataclass(frozen=True)
+class Head:
+    """A drafter, how long to train it, the K it is served with, and mistakes to make."""
+
+    kind: str
+    steps: int
+    depth: int
+    keys: dict[str, Any] = field(default_factory=dict)
+    mistakes: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+def in_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return make
+
+
+def in_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        path.unlink()
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+
+    return make
+
+
+def _swap_halves(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
+
+
+def _make_absolute(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"] = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).clamp_max(23)
+
+
+def _shift_taps(config: dict[str, Any]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = [
+        tap - 1 for tap in config["eagle_aux_hidden_state_layer_ids"]
+    ]
+
+
+def _shift_block_taps(config: dict[str, Any]) -> None:
+    ids = config["dflash_config"]["target_layer_ids"]
+    config["dflash_config"]["target_layer_ids"] = [i - 1 for i in ids]
+
+
+TAPS = [2, 3, 5]
+BLOCK = {"num_layers": 2, "block_size": 5, "num_draft_tokens": 4, "tap_layers": TAPS}
+
+METHODS: dict[str, dict[str, Head]] = {
+    "medusa": {
+        "plain": Head(
+            "medusa",
+            steps=60,
+            depth=4,
+            mistakes={"no_bias": in_config(lambda c: c.pop("medusa_fc_bias"))},
+        ),
+        "reduced": Head("medusa", steps=60, depth=3, keys={"draft_vocab_size": 40}),
+    },
+    "eagle": {
+        "plain": Head(
+            "eagle", steps=45, depth=3, mistakes={"halves_swapped": in_tensors(_swap_halves)}
+        ),
+        "two_layers": Head("eagle", steps=40, depth=3, keys={"num_layers": 2}),
+    },
+    "eagle3": {
+        "plain": Head(
+            "eagle3",
+            steps=45,
+            depth=4,
+            keys={"tap_layers": TAPS},
+            mistakes={
+                "taps_off_by_one": in_config(_shift_taps),
+                "no_output_norm": in_config(lambda c: c.update(norm_output=False)),
+                "extra_tensor": in_tensors(lambda t: t.update({"foo.weight": torch.ones(2)})),
+            },
+        ),
+        "reduced": Head(
+            "eagle3",
+            steps=45,
+            depth=3,
+            keys={
+                "draft_vocab_size": 40,
+                "tap_layers": [1, 6],
+                "norm_before_residual": True,
+                "fc_norm": False,
+                "norm_output": False,
+            },
+            mistakes={
+                "no_head": in_tensors(lambda t: t.pop("lm_head.weight")),
+                "absolute_ids": in_tensors(_make_absolute),
+            },
+        ),
+    },
+    "peagle": {
+        "plain": Head(
+            "peagle",
+            steps=60,
+            depth=4,
+            keys={"num_layers": 2, "num_depths": 4, "num_draft_tokens": 4, "tap_layers": TAPS},
+            mistakes={
+                "other_mask_token": in_config(lambda c: c.update(mask_token_id=5)),
+                "mask_of_zeros": in_tensors(lambda t: t["mask_hidden"].zero_()),
+            },
+        ),
+    },
+    "dflash": {
+        "learned_mask": Head(
+            "dflash",
+            steps=60,
+            depth=4,
+            keys=BLOCK,
+            mistakes={
+                "no_mask_embedding": in_tensors(lambda t: t.pop("embed_tokens.weight")),
+                "taps_off_by_one": in_config(_shift_block_taps),
+            },
+        ),
+        "causal_window": Head(
+            "dflash",
+            steps=60,
+            depth=3,
+            keys=BLOCK | {"causal": True, "sliding_window": 12, "mask_token_id": 62},
+        ),
+    },
+    "draft_model": {
+        "plain": Head(
+            "draft_model",
+            steps=40,
+            depth=3,
+            keys={"layers": [0, 5]},
+            mistakes={
+                "other_rotary_base": in_config(
+                    lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 9.0})
+                )
+            },
+        ),
+    },
+}
+HEADS = [(method, name) for method, heads in METHODS.items() for name in heads]
+MISTAKES = [
+    (method, name, mistake)
+    for method, heads in METHODS.items()
+    for name, head in heads.items()
+    for mistake in head.mistakes
+]
