@@ -155,6 +155,11 @@ def _limits(
             f"{config['block_size'] - 1} draft tokens; with fewer, vLLM runs shorter blocks than "
             "it was trained on and accepts fewer."
         )
+    if config["num_hidden_layers"] > 1:
+        limits.append(
+            "On CPUs, vLLM 0.32 norms the context's keys of every layer by the first one's weights "
+            "and accepts slightly other drafts; GPUs were not tried."
+        )
     if config["has_own_embedding"]:
         limits.append(
             "Its mask embedding is learned, so it carries a copy of the target's embedding with "

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftlab.drafters.base import ServingWeights
 from draftlab.errors import NotExportable
-from draftlab.export._layout import Layout
+from draftlab.export._layout import Layout, no_ids
 from draftlab.export.table import Row, check_known, dtype_name, serving_dtype
 from draftlab.shapes import Tensor
 from draftlab.targets.view import TargetView
@@ -38,6 +38,12 @@ def medusa_config(
     del training_length  # no head looks at positions
     own = serving.config
     check_known(own, _KNOWN, "vLLM's medusa loader")
+    size = own["draft_vocab_size"]
+    if size is not None and size != target.spec.vocab_size:
+        raise NotExportable(
+            f"draft_vocab_size={size}: vLLM 0.32 refuses every Medusa checkpoint with a token_map "
+            "(it reports the map as not loaded); train with drafter.draft_vocab_size=null"
+        )
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -52,15 +58,6 @@ def medusa_config(
     }
     if own["has_shared_head"]:
         config["original_lm_head"] = True
-    size = own["draft_vocab_size"]
-    if size is not None and size != target.spec.vocab_size:
-        if not own["has_shared_head"]:
-            raise NotExportable(
-                f"draft_vocab_size={size} with a matrix a head: vLLM 0.32 makes such matrices for "
-                f"all {target.spec.vocab_size} tokens and loads no smaller ones; train with "
-                "drafter.head=tied, or with drafter.draft_vocab_size=null"
-            )
-        config["truncated_vocab_size"] = size
     return config
 
 
@@ -68,17 +65,15 @@ def medusa_tensors(
     serving: ServingWeights, target: TargetView, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Name the tensors as the file does."""
-    del target
-    tensors = dict(serving.tensors)
-    if "truncated_vocab_size" not in config:
-        tensors.pop("token_map", None)
-    return tensors
+    del target, config
+    # a map of every token says nothing
+    return {name: t for name, t in serving.tensors.items() if name != "token_map"}
 
 
 def medusa_table(config: Mapping[str, Any]) -> dict[str, Row]:
     """List every tensor that vLLM's medusa loader has a place for, from config.json alone."""
     dtype, width = config["dtype"], config["hidden_size"]
-    rows = config.get("truncated_vocab_size", config["vocab_size"])
+    rows = config["vocab_size"]
     table: dict[str, Row] = {}
     for i in range(config["num_heads"]):
         for j in range(config["num_hidden_layers"]):
@@ -89,31 +84,7 @@ def medusa_table(config: Mapping[str, Any]) -> dict[str, Row]:
             table[f"lm_heads.{i}.weight"] = Row((rows, width), dtype)
     if config.get("original_lm_head"):
         table["lm_head.weight"] = Row((rows, width), dtype)
-    if "truncated_vocab_size" in config:
-        table["token_map"] = Row((rows,), "int64")
     return table
-
-
-def check_token_map(tensors: Mapping[str, Tensor], target: TargetView) -> None:
-    """Check that a reduced vocabulary holds absolute ids, ascending, the end tokens among them.
-
-    Raises:
-        NotExportable: what does not fit.
-    """
-    if "token_map" not in tensors:
-        return
-    ids = tensors["token_map"].tolist()
-    if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= target.spec.num_token_ids:
-        raise NotExportable(
-            f"token_map holds {len(ids)} ids in {min(ids)}..{max(ids)}: expected ascending, unique "
-            f"target ids in 0..{target.spec.num_token_ids - 1}"
-        )
-    missing = sorted(set(target.spec.eos_ids) - set(ids))
-    if missing:
-        raise NotExportable(
-            f"token_map lacks the end tokens {missing}: no answer's end could be drafted; train "
-            "with a vocabulary that holds them"
-        )
 
 
 def _about(config: Mapping[str, Any]) -> str:
@@ -131,17 +102,11 @@ def _limits(
     config: Mapping[str, Any], target: TargetView, training_length: int | None
 ) -> list[str]:
     del target, training_length
-    limits = [
+    return [
         "vLLM drafts a chain of the likeliest token of each head, no tree.",
         f"At most {config['num_heads']} draft tokens a step: one a head.",
         "No other engine serves Medusa heads.",
     ]
-    if "truncated_vocab_size" in config:
-        limits.append(
-            f"The heads can say {config['truncated_vocab_size']} of the target's "
-            f"{config['vocab_size']} tokens; the others always come from the target itself."
-        )
-    return limits
 
 
 MEDUSA = Layout(
@@ -149,7 +114,7 @@ MEDUSA = Layout(
     config=medusa_config,
     tensors=medusa_tensors,
     table=medusa_table,
-    check_ids=check_token_map,
+    check_ids=no_ids,
     about=_about,
     limits=_limits,
     most_drafts=_most_drafts,

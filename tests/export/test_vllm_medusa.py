@@ -16,7 +16,6 @@ CASES = {
     "low_rank": LOW_RANK,
     "three_heads": {"num_heads": 3, "num_draft_tokens": 3} | OWN,
     "two_blocks": {"num_blocks": 2},
-    "tied_reduced": {"draft_vocab_size": 96},
 }
 
 
@@ -67,26 +66,21 @@ def test_no_key_can_be_taken_for_a_count(target, build, settings, tmp_path):
 
 
 def test_names_and_shapes_are_the_engines(target, build, settings, tmp_path):
-    drafter = build("medusa", num_heads=3, num_draft_tokens=3, draft_vocab_size=96)
+    drafter = build("medusa", num_heads=3, num_draft_tokens=3, **OWN)
     export_drafter(drafter, target.view, settings(), tmp_path / "out")
-    config, weights = read_folder(tmp_path / "out")
+    _, weights = read_folder(tmp_path / "out")
     expected = {f"blocks.{i}.layers.0.weight": (64, 64) for i in range(3)}
     expected |= {f"blocks.{i}.layers.0.bias": (64,) for i in range(3)}
-    expected |= {"lm_head.weight": (96, 64), "token_map": (96,)}
+    expected |= {f"lm_heads.{i}.weight": (320, 64) for i in range(3)}
     assert {n: tuple(t.shape) for n, t in weights.items()} == expected
-    assert config["truncated_vocab_size"] == 96
-    ids = weights["token_map"]
-    assert ids.dtype == torch.int64
-    assert torch.equal(ids, ids.unique())
-    assert set(target.spec.eos_ids) <= set(ids.tolist())
 
 
-@pytest.mark.parametrize("head", [OWN, LOW_RANK], ids=["own", "low_rank"])
-def test_a_reduced_matrix_a_head_is_refused_since_vllm_cannot_load_it(
+@pytest.mark.parametrize("head", [{}, OWN, LOW_RANK], ids=["tied", "own", "low_rank"])
+def test_a_reduced_vocabulary_is_refused_since_vllm_cannot_load_it(
     head, target, build, settings, tmp_path
 ):
     drafter = build("medusa", draft_vocab_size=96, **head)
-    with pytest.raises(NotExportable, match=r"draft_vocab_size=96.*drafter\.head=tied"):
+    with pytest.raises(NotExportable, match=r"draft_vocab_size=96.*draft_vocab_size=null"):
         export_drafter(drafter, target.view, settings(), tmp_path / "out")
 
 
