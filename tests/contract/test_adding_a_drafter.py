@@ -110,5 +110,5 @@ def test_one_file_and_one_yaml_are_enough_to_train_save_load_and_draft(added, tm
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown drafter kind 'medusaa'.*medusa, ngram"):
+    with pytest.raises(ConfigError, match=r"unknown drafter kind 'medusaa'.*medusa, mtp, ngram"):
         drafter_class("medusaa")

@@ -51,7 +51,7 @@ def test_chains_cut_by_the_drawn_token_do_not(narrow, law):
 def test_the_length_chosen_by_cost_keeps_the_law(narrow, law):
     tree = {"kind": "budgeted", "max_nodes": 2, "top_k": 1, "depth": 2}
     decoder = Decoder(narrow, Markov(LAWS), decode_settings(**SAMPLED, tree=tree))
-    decoder._curves[500] = TimeCurve((1, 2, 3), (1.0, 1.4, 1.9))
+    decoder._curves = dict.fromkeys((32, 500), TimeCurve((1, 2, 3), (1.0, 1.4, 1.9)))
     drafted = set()
     assert p_value(decoder, law) > FALSE_ALARM
     for answer in decoder.generate([[3], [1], [0], [2]] * 8, max_new_tokens=3, batch_size=500):

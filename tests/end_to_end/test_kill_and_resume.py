@@ -24,6 +24,7 @@ WORDS = (
 OF_THE_MACHINE = (
     "time_s",
     "train/tokens_per_s",
+    "accept/tokens_per_s",
     "train/sequences_per_s",
     "time/step_s",
     "memory/peak_bytes",
