@@ -21,7 +21,7 @@ HOUSE = (
 TREES = "tests/decoding/test_trees.py::test_every_path_of_a_tree_gives_the_plain_answer"
 HISTORY = "tests/proofs/test_observed_paths.py::test_any_history_of_rounds_equals_a_fresh_prefill"
 POISON = "tests/proofs/test_poisoned_memory.py::test_a_drafter_never_sees_past_a_rows_end"
-ROWS = "tests/decoding/test_rows.py"
+ROWS = "tests/decoding/test_mixed_rows.py"
 
 
 @dataclass(frozen=True)
