@@ -31,7 +31,6 @@ def alive():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ["ngram", "eagle3", "draft_model"])
 def test_2000_rounds_leave_nothing_behind(case):
     target = tiny_target(max_position_embeddings=4 * ROUNDS + 64)
@@ -48,7 +47,7 @@ def test_2000_rounds_leave_nothing_behind(case):
             late.append(alive())
 
     Decoder(target, make(case, target), settings).generate(
-        [[1, 2, 3]], max_new_tokens=2 * ROUNDS, on_tokens=count
+        [[1, 2, 3]], max_new_tokens=4 * ROUNDS, on_tokens=count
     )
     assert rounds >= ROUNDS
     for before, after in zip(zip(*early, strict=True), zip(*late, strict=True), strict=True):
