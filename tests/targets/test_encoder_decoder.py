@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from draftlab.data.batch import TokenBatch
@@ -56,6 +58,8 @@ def tiny_model(kind="t5", seed=0, **sizes):
 
 @pytest.fixture(scope="module", params=KINDS)
 def target(request):
+    if request.param == "umt5" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("this version's umT5 computes another relative bias: loading refuses it")
     return build_encoder_decoder(
         tiny_model(request.param), tiny_tokenizer(), name=request.param, source="tiny"
     )
