@@ -189,8 +189,11 @@ def _arm_line(arm: ArmResult, result: EvalResult) -> str:
     speedup = arm.speed.speedup
     ci = interval(speedup)
     span = f"95 % CI {ci}" if ci else f"no interval below {MIN_PROMPTS_FOR_INTERVAL} prompts"
+    tau = arm.acceptance.tau
+    bounds = f" ({interval(tau)})" if interval(tau) else ""
     line = (
-        f"{arm.name} (K = {arm.num_draft_tokens}): {times(speedup.value)} ({span}, "
+        f"{arm.name} (K = {arm.num_draft_tokens}): tau {number(tau.value)}{bounds}, "
+        f"{times(speedup.value)} ({span}, "
         f"{plural(speedup.num_prompts, 'prompt')}), {1 / arm.speed.baseline_token_s:.1f} to "
         f"{1 / arm.speed.token_s:.1f} tokens/s at batch 1"
     )
