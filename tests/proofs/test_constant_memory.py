@@ -31,6 +31,7 @@ def alive():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ["ngram", "eagle3", "draft_model"])
 def test_2000_rounds_leave_nothing_behind(case):
     target = tiny_target(max_position_embeddings=4 * ROUNDS + 64)

@@ -121,6 +121,7 @@ def test_whole_answers_have_the_targets_law(monkeypatch, target, way, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", ["speculative", "block, cut where unsure"])
 def test_longer_answers_have_it_as_well(monkeypatch, target, way):
     drafter = FiveWords(3, (0, EOS))
