@@ -21,6 +21,7 @@ class DataSettings(Settings):
         messages_field: field that holds the chat, or None to look for the usual names.
         domain: domain of rows that name none themselves.
         max_tokens: longest row in tokens; what lies beyond is cut and counted.
+        learn: answers, or all (prompts as well, past what all of them begin with).
         turns: each (every answer is learned) or last (only the last answer of a chat).
         on_bad_line: fail (list every bad line and stop) or skip (list them and go on).
         validation_fraction: share of chats held out, chosen by their id; 0 for none.
@@ -37,6 +38,7 @@ class DataSettings(Settings):
     messages_field: str | None
     domain: str
     max_tokens: PositiveInt
+    learn: Literal["answers", "all"]
     turns: Literal["each", "last"]
     on_bad_line: Literal["fail", "skip"]
     validation_fraction: float = Field(ge=0.0, lt=1.0)
@@ -64,6 +66,11 @@ class DataSettings(Settings):
             raise ValueError(
                 "answers=given needs answers in the data, but the shipped prompts (kind=builtin) "
                 "have none; pass data.answers=target"
+            )
+        if self.learn == "all" and self.turns == "last":
+            raise ValueError(
+                "turns=last learns one answer of a chat, which learn=all would undo; pass "
+                "turns=each or learn=answers"
             )
         if self.kind != "jsonl" and self.paths:
             raise ValueError(
