@@ -20,10 +20,16 @@ DEV := $(VENV)/.installed-dev
 MODEL := $(VENV)/.installed-demo-model
 OLDER := .venv-overlay-$(OVERLAY)
 SERVED := $(SERVING)/.installed
+# vLLM's CPU build comes as a wheel for these alone
+SERVES := $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 
 # a server that never answers, or a name that never resolves, must not hold up an install
 PROBE := import signal, sys, urllib.request; signal.alarm(4); \
 	urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=3)
+
+# without importing it: a CUDA build alone, without its libraries, cannot be imported
+IS_CPU := import runpy, sys; from importlib.util import find_spec; \
+	sys.exit(runpy.run_path(find_spec("torch").submodule_search_locations[0] + "/version.py")["cuda"])
 
 .PHONY: help install demo test test-full test-slow test-overlay test-demo test-serving mutants lint types clean
 .DEFAULT_GOAL := help
@@ -31,7 +37,8 @@ PROBE := import signal, sys, urllib.request; signal.alarm(4); \
 help:
 	@echo "make demo [MINUTES=12]  install, then the main job on a small real model: a report"
 	@echo "make test               install with the dev extras, then the tests"
-	@echo "make test-full          the slow tests, an older transformers, and a demo in a clean copy"
+	@echo "make test-full          the slow tests, an older transformers, exported heads in vLLM, seeded"
+	@echo "                        bugs, and a demo in a clean copy"
 	@echo "make test-serving       install vLLM's CPU build apart (0.6 GB), then exported heads in it"
 	@echo "make mutants            put seeded bugs into a copy: the tests must see each; fills README's table"
 	@echo "make lint | types       style and floors | types"
@@ -74,6 +81,9 @@ $(SERVED): tests/serving/requirements.txt
 		then index="--extra-index-url $(CPU_INDEX)"; fi; \
 		$(SERVING)/bin/python -m pip install --disable-pip-version-check -q $$index --no-deps \
 			-r tests/serving/requirements.txt
+	@$(SERVING)/bin/python -c '$(IS_CPU)' || { echo "the package index gave torch with CUDA, and vLLM's CPU"; \
+		echo "build needs the CPU's: make test-serving CPU_INDEX=URL, of an index with torch 2.13.0+cpu"; \
+		rm -rf $(SERVING); exit 1; }
 	@touch $@
 
 install: $(INSTALLED)
@@ -84,7 +94,7 @@ demo: $(MODEL)
 test: $(DEV)
 	$(PYTEST) -m "not slow and not gpu and not demo and not serving"
 
-test-full: test-slow test-overlay mutants test-demo
+test-full: test-slow test-overlay test-serving mutants test-demo
 
 test-slow: $(DEV) $(MODEL)
 	$(PYTEST) -m "(slow or demo) and not gpu"
@@ -94,8 +104,13 @@ test-overlay: $(OLDER)
 	PYTHONPATH=$(OLDER) $(PYTEST) -m "not slow and not gpu and not demo" tests/targets tests/decoding
 
 # exported heads in a real engine: same tokens, same acceptances as in our decoder
+ifneq ($(SERVES),)
 test-serving: $(DEV) $(SERVED)
 	SERVING_PYTHON=$(abspath $(SERVING)/bin/python) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serving
+else
+test-serving:
+	@echo "left out: vLLM's CPU build has no wheel for $(shell uname -sm), only for Linux"
+endif
 
 mutants: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutants.run

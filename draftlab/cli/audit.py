@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> int:
     """Audit, write audit.json, and say the verdict."""
     _, words = split_words(args, most=0)
     from draftlab.cli.drafters import compose_for_drafters, find_owning_run, open_drafter
-    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.measure import load_eval_prompts, require_eval_prompts
     from draftlab.cli.progress import StageTicker
     from draftlab.cli.schema import AuditCommandSettings, settings_of
@@ -58,9 +58,10 @@ def run(args: Sequence[str]) -> int:
 
     settings = settings_of(AuditCommandSettings, compose_for_drafters("audit", words))
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     target = load_target(settings.target)
+    place_drafters(target, settings.hardware)
     drafter = open_drafter(settings.drafter, target)
     prompts, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
     ticker = StageTicker()

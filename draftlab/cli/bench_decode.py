@@ -53,7 +53,7 @@ def run(words: Sequence[str]) -> int:
             )
     from draftlab.cli.bench_peers import find_vllm, time_vllm
     from draftlab.cli.drafters import compose_for_drafters
-    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.measure import load_eval_prompts, require_eval_prompts
     from draftlab.cli.progress import Ticker
     from draftlab.cli.schema import EvalCommandSettings, settings_of
@@ -69,9 +69,10 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("bench decode compares greedy decoding; pass decode=greedy")
     vllm = find_vllm(options["vllm_python"])
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     target = load_target(settings.target)
+    place_drafters(target, settings.hardware)
     arms = _arms(target, settings, is_named)
     by_domain, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
     prompts = _in_turns(by_domain, count)
@@ -95,7 +96,9 @@ def run(words: Sequence[str]) -> int:
         said.append(vllm)
     else:
         try:
-            timings += time_vllm(vllm, target, settings.target, prompts, tokens, repeats)
+            peers, how = time_vllm(vllm, target, settings.target, prompts, tokens, repeats)
+            timings += peers
+            said.append(how)
         except DraftlabError as error:  # minutes of measuring are not lost for a peer
             said.append(str(error))
     order = [*arms, *dict.fromkeys(t.arm for t in timings if t.arm not in arms)]

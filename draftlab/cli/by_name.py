@@ -6,10 +6,10 @@ In: the words of a command line, as text. Out: a `Target`, a `Decoder`, or an an
 from draftlab.cli.drafters import compose_for_drafters, open_drafter
 from draftlab.cli.schema import GenerateCommandSettings, settings_of
 from draftlab.cli.words import split_words
-from draftlab.data.chat import encode_prompt
 from draftlab.decoding.decoder import Decoder
 from draftlab.drafters.base import Drafter
 from draftlab.settings.compose import compose
+from draftlab.targets.asking import encode_turns
 from draftlab.targets.load import load_target
 from draftlab.targets.target import Target
 
@@ -48,8 +48,8 @@ def open_decoder(target: Target, drafter: Drafter | str | None, *words: str) -> 
 
 
 def encode_question(target: Target, text: str) -> list[int]:
-    """Write what a user says into the target's chat template, as token ids."""
-    return encode_prompt(target.tokenizer, [{"role": "user", "content": text}])
+    """Write what a user says into the target's chat template, as token ids; T5 reads plain text."""
+    return encode_turns(target, [{"role": "user", "content": text}])
 
 
 def answer(prompt: str, target: Target, drafter: Drafter | None = None, *words: str) -> str:

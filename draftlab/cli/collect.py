@@ -18,7 +18,6 @@ import torch
 from draftlab.cli.disk import describe_bytes
 from draftlab.cli.progress import Ticker
 from draftlab.data.answers import ShardStore
-from draftlab.data.chat import encode_prompt
 from draftlab.data.conversations import Conversation, to_prompt
 from draftlab.data.feature_bytes import bytes_of_vector
 from draftlab.data.loader import prepare, read_split
@@ -30,6 +29,7 @@ from draftlab.decoding.settings import RegenerateSettings
 from draftlab.errors import DataError
 from draftlab.runs.paths import PathSettings
 from draftlab.shapes import Int, Tensor
+from draftlab.targets.asking import encode_turns
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.target import Target
 
@@ -117,12 +117,17 @@ def collect_samples(
             target.spec.max_positions,
         )
     store = ShardStore(answers_folder(target, questions, answering, paths, needs, seed, data))
-    if not may_answer:
-        log.info("answers as an earlier run left them: %s", store.folder)
-    elif is_first_rank:
-        _answer(target, questions, answering, store, needs, seed, data.max_tokens, keep_on)
+    if may_answer:
+        target.run_on_first(
+            lambda: _answer(
+                target, questions, answering, store, needs, seed, data.max_tokens, keep_on
+            ),
+            is_first=is_first_rank,
+        )
+        if not is_first_rank:
+            _wait_for(store, len(questions), answering.prompts_per_shard)
     else:
-        _wait_for(store, len(questions), answering.prompts_per_shard)
+        log.info("answers as an earlier run left them: %s", store.folder)
     cut = cut_samples(store.read(), data.max_tokens)
     if not cut.samples:
         raise DataError("no token to learn: the target gave no answer to any prompt")
@@ -157,9 +162,7 @@ def encode_prompts(
         question = to_prompt(chat)
         if question is None:
             continue
-        ids = encode_prompt(
-            target.tokenizer, question.messages, question.tools, template_options or {}
-        )
+        ids = encode_turns(target, question.messages, question.tools, template_options or {})
         if len(ids) + _LEAST_ANSWER_TOKENS > target.spec.max_positions:
             too_long += 1
             continue

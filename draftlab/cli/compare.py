@@ -1,14 +1,9 @@
 """`draftlab compare`: two evaluations of the same prompts, side by side."""
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from draftlab.cli.words import read_options, split_words
 from draftlab.errors import ConfigError
-
-if TYPE_CHECKING:
-    from draftlab.reports.tables import Table
 
 HELP = """usage: draftlab compare RUN RUN [suite=SUITE]
 
@@ -24,8 +19,6 @@ examples:
   draftlab compare RUN RUN suite=domains
 """
 
-_WIDTH = 120  # of a table in a file, columns
-
 
 def run(args: Sequence[str]) -> int:
     """Print the paired table."""
@@ -37,6 +30,7 @@ def run(args: Sequence[str]) -> int:
             "`draftlab runs` lists them"
         )
     from draftlab.cli.reporting import find_evaluation
+    from draftlab.cli.show_table import show_table
     from draftlab.reports.compare import compare
     from draftlab.runs.run_dir import open_run
 
@@ -45,21 +39,5 @@ def run(args: Sequence[str]) -> int:
     if names[0] == names[1]:
         names = (str(runs[0].path), str(runs[1].path))
     first, second = (find_evaluation(found, suite) for found in runs)
-    _print(compare(first, second, names))
+    show_table(compare(first, second, names))
     return 0
-
-
-def _print(table: "Table") -> None:
-    from rich.console import Console
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid(*table.columns, title=table.title)
-    for row in table.rows:
-        # Text: a name in brackets is a name, not a style
-        cells = (f"{c.text} ({c.note})" if c.note else c.text for c in row.cells)
-        grid.add_row(*(Text(cell) for cell in cells))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(grid)
-    for remark in table.remarks:
-        console.print(Text(remark))

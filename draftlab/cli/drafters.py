@@ -18,7 +18,8 @@ def open_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
 
     Args:
         name: settings of a kind, or the name of one (`ngram`), a run folder (its best checkpoint),
-            a checkpoint folder, or a hub id of a published drafter.
+            a checkpoint folder, or a hub id of a published drafter. Adapters come merged into
+            their base.
         target: the target it will draft for.
 
     Raises:
@@ -26,8 +27,8 @@ def open_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
         TargetMismatch: it was made for another target.
     """
     if isinstance(name, DrafterSettings):
-        drafter = build_drafter(name, target.view)
-        if any(p.requires_grad for p in drafter.parameters()) and not _starts_useful(name):
+        drafter = build_drafter(name, target.drafter_view)
+        if any(p.requires_grad for p in drafter.parameters()) and not starts_useful(name):
             raise ConfigError(
                 f"drafter={name.kind} is a kind that has to be trained; pass a run or a folder "
                 f"(draftlab train drafter={name.kind} makes one)"
@@ -35,8 +36,8 @@ def open_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
     elif name in _kinds():
         drafter = open_drafter(_settings_of_kind(name), target)
     else:
-        drafter = load_drafter(find_drafter_folder(name), target.view)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+        drafter = load_drafter(find_drafter_folder(name), target.drafter_view)
+    return drafter.to(device=target.drafter_view.device, dtype=target.dtype).eval()
 
 
 def compose_for_drafters(primary: str, words: Sequence[str]) -> Composed:
@@ -139,12 +140,16 @@ def _alone(hardware: Any) -> Any:
     return {**hardware, "kind": kind, **alone}
 
 
+# an adapter is published with its base in a folder of its own
+_PUBLISHED = ["drafter.*", "adapter.*", "base/drafter.*", "README.md"]
+
+
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["drafter.*", "README.md"]))
+        folder = Path(snapshot_download(name, allow_patterns=_PUBLISHED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"no folder {name!r} here, and the hub did not give a drafter of that id: {error}"
@@ -164,6 +169,6 @@ def _settings_of_kind(name: str) -> DrafterSettings:
     return parse_drafter(compose("train", [f"drafter={name}"]).data["drafter"])
 
 
-def _starts_useful(settings: DrafterSettings) -> bool:
-    """A draft model loaded from a folder or hub is useful without training."""
+def starts_useful(settings: DrafterSettings) -> bool:
+    """Tell whether a drafter is of use untrained: a draft model from a folder or hub is."""
     return bool(getattr(settings, "model", None))

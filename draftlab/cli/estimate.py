@@ -1,20 +1,26 @@
-"""What a run will take, as far as it is known before anything is loaded: disk, memory, minutes."""
+"""What a run will take, as far as it is known before anything is loaded: sizes, tokens, disk.
+
+Read estimate_run; memory_forecast.py and time_forecast.py go on from here.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftlab.cli.disk import describe_bytes, free_bytes
+from draftlab.cli.drafter_size import DrafterSize, find_drafter_size, with_adapters
+from draftlab.cli.feature_size import bytes_of_token
 from draftlab.cli.schema import RunSettings
 from draftlab.data.loader import read_split
 from draftlab.errors import ConfigError
 from draftlab.targets.features import FeatureRequest
+from draftlab.targets.outline import Outline, find_outline
 from draftlab.targets.settings import TargetSettings
 
 # where nobody can tell before the target is here: three taps and the final hidden state
 _USUAL_NEEDS = FeatureRequest((1, 2, 3), wants_final=True)
 _PROMPT_TOKENS = 100  # of a usual prompt; answers are bounded by max_new_tokens
-_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 4}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,47 +37,91 @@ class TargetSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """What there is to learn.
+
+    Attributes:
+        num_prompts: chats read for training; of a hub data set, as many as are asked for.
+        num_answers: answers learned.
+        sample_tokens: a usual prompt and an answer of full length, tokens.
+        is_answered_here: the target answers the prompts first.
+    """
+
+    num_prompts: int
+    num_answers: int
+    sample_tokens: int
+    is_answered_here: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts and answers, at most."""
+        return self.num_answers * self.sample_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """What is known; None is unknown.
 
     Attributes:
-        num_prompts: chats read for training.
+        workload: what there is to learn.
+        outline: the target without its weights.
+        drafter: how large the drafter is.
+        dtype: of the target's weights, as they will be loaded.
         memory_bytes: the target's weights in memory.
-        token_bytes: what the hidden states of one token take on disk, exactly.
+        token_bytes: what the hidden states of one token take on disk, exactly; None also where
+            none are kept.
         disk_bytes: about this much, at answers of full length, is written below paths.outputs.
         minutes: bound on the optimizer steps.
     """
 
-    num_prompts: int | None
+    workload: Workload | None
+    outline: Outline | None
+    drafter: DrafterSize | None
+    dtype: str
     memory_bytes: int | None
     token_bytes: int | None
     disk_bytes: int | None
     minutes: float | None
 
+    @property
+    def trains_nothing(self) -> bool:
+        """True for a target with an encoder, which decodes only."""
+        return self.outline is not None and self.outline.has_encoder
 
-def estimate_run(settings: RunSettings) -> Estimate:
-    """Estimate a run; reads the data's text, loads nothing, downloads nothing.
+
+def estimate_run(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
+    """Estimate a run; reads the data's text and loads nothing.
+
+    Args:
+        settings: everything the run is.
+        asks_hub: fetch the config.json of hub models where the hub answers.
 
     Raises:
         DataError: a missing file, or lines that cannot be read.
+        ConfigError: a target that is not there.
+        UnsupportedTarget: a target that could not be loaded.
     """
-    num_prompts = None
-    if settings.data.kind != "hub":
-        reading = read_split(settings.data, "train", settings.paths.cache)
-        num_prompts = len(reading.conversations)
-    sizes = find_target_sizes(settings.target)
+    workload = _find_workload(settings)
+    outline = find_outline(settings.target, asks_hub=asks_hub)
+    sizes = find_target_sizes(settings.target, outline)
+    drafter = None
+    if outline is not None:
+        drafter = find_drafter_size(settings.drafter, outline, settings.target, asks_hub=asks_hub)
+        if drafter is not None and settings.adapter.rank is not None:
+            drafter = with_adapters(drafter, settings.adapter.rank)
+    dtype = find_dtype(settings)
     token, disk = None, None
-    captures = settings.data.answers == "target" and settings.regenerate.capture_features
-    if sizes and num_prompts is not None and captures:
-        from draftlab.cli.feature_size import bytes_of_token, foresee_needs
-
-        needs = foresee_needs(settings.drafter, settings.target) or _USUAL_NEEDS
-        token = bytes_of_token(needs, sizes.hidden_size, settings)
-        answers = num_prompts * settings.regenerate.answers_per_prompt
-        disk = token * answers * (settings.regenerate.max_new_tokens + _PROMPT_TOKENS)
+    if sizes and workload and workload.is_answered_here and settings.regenerate.capture_features:
+        needs = drafter.needs if drafter else _USUAL_NEEDS
+        written = settings.regenerate.features_dtype
+        token = bytes_of_token(needs, sizes.hidden_size, written, dtype)
+        disk = token * workload.num_tokens
     return Estimate(
-        num_prompts=num_prompts,
-        memory_bytes=sizes.num_parameters * _BYTES[settings.target.dtype] if sizes else None,
+        workload=workload,
+        outline=outline,
+        drafter=drafter,
+        dtype=dtype,
+        memory_bytes=sizes.num_parameters * bytes_of_number(dtype) if sizes else None,
         token_bytes=token,
         disk_bytes=disk,
         minutes=settings.train.max_minutes,
@@ -95,27 +145,68 @@ def require_disk(estimate: Estimate, outputs: Path) -> None:
         )
 
 
-def find_target_sizes(target: TargetSettings) -> TargetSizes | None:
-    """Read a target's sizes from what lies on this machine; None when it would be downloaded."""
-    if target.source == "demo":
-        return TargetSizes(hidden_size=576, num_parameters=134_515_008)
-    if target.source == "tiny":
-        return TargetSizes(hidden_size=64, num_parameters=500_000)
+def require_training(estimate: Estimate) -> None:
+    """Refuse to train for a target that only decodes.
+
+    Raises:
+        ConfigError: the target has an encoder.
+    """
+    if estimate.trains_nothing and estimate.outline is not None:
+        raise ConfigError(
+            f"target {estimate.outline.name} has an encoder: draftlab decodes with it and trains "
+            "nothing for it; measure it with draftlab eval and the same words"
+        )
+
+
+def find_target_sizes(target: TargetSettings, outline: Outline | None) -> TargetSizes | None:
+    """Give a target's sizes; None when only loading it can tell.
+
+    Args:
+        target: its settings.
+        outline: what `find_outline` found.
+    """
+    if outline is not None:
+        return TargetSizes(outline.hidden_size, outline.num_parameters)
     if target.source == "local" and target.name:
         return _sizes_of_folder(Path(target.name).expanduser())
     return None
 
 
+def find_dtype(settings: RunSettings) -> str:
+    """Tell what the target's weights will be in memory; auto is bfloat16 on any CUDA device."""
+    if settings.target.dtype != "auto":
+        return settings.target.dtype
+    if settings.hardware.kind != "cpu":
+        return "bfloat16"
+    from draftlab.targets.load import resolve
+
+    return resolve(settings.target.model_copy(update={"device": "cpu"})).dtype
+
+
+def bytes_of_number(dtype: str) -> int:
+    """Give the bytes of one number."""
+    return _BYTES.get(dtype, 2)
+
+
+def _find_workload(settings: RunSettings) -> Workload | None:
+    data, answering = settings.data, settings.regenerate
+    if data.kind == "hub":
+        if data.max_samples is None:
+            return None
+        count = round(data.max_samples * (1 - data.validation_fraction))
+    else:
+        count = len(read_split(data, "train", settings.paths.cache).conversations)
+    if data.answers == "given":
+        return Workload(count, count, data.max_tokens, is_answered_here=False)
+    tokens = min(_PROMPT_TOKENS + answering.max_new_tokens, data.max_tokens)
+    return Workload(count, count * answering.answers_per_prompt, tokens, is_answered_here=True)
+
+
 def _sizes_of_folder(folder: Path) -> TargetSizes | None:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"target.name={folder} has no config.json; give a folder that transformers "
-            "can load, or target=hub target.name=OWNER/NAME"
-        )
-    config = json.loads(path.read_text(encoding="utf-8"))
+    """Read what a config says in the usual words, and count the weights by their files."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     hidden = config.get("hidden_size") or config.get("n_embd")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    width = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    width = bytes_of_number(str(config.get("dtype") or config.get("torch_dtype")))
     return TargetSizes(hidden_size=hidden, num_parameters=size // width) if hidden else None

@@ -19,7 +19,7 @@ exit code 3 when the audit finds a defect.
   drafter=DRAFTER              ngram, a run, a drafter folder or a hub id
   drafters=[ngram,RUN]         several, compared in one report
   target=... hardware=...      a run's own when left out
-  eval=domains|smoke           eval.prompts=my.jsonl, eval.draft_lengths=[2,4]
+  eval=domains|brief|smoke     eval.prompts=my.jsonl, eval.draft_lengths=[2,4]
   decode=greedy|sampled        decode.num_draft_tokens=4 fixes K instead of choosing it
 
 examples:
@@ -32,7 +32,7 @@ def run(args: Sequence[str]) -> int:
     """Measure, write the report, and say the verdict."""
     _, words = split_words(args, most=0)
     from draftlab.cli.drafters import compose_for_drafters, find_owning_run, open_drafter
-    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.measure import measure_drafters, require_eval_prompts
     from draftlab.cli.reporting import write_report
     from draftlab.cli.schema import EvalCommandSettings, settings_of
@@ -44,10 +44,11 @@ def run(args: Sequence[str]) -> int:
 
     settings = settings_of(EvalCommandSettings, compose_for_drafters("eval", words))
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     names = list(settings.drafters) if settings.drafters else [settings.drafter]
     target = load_target(settings.target)
+    place_drafters(target, settings.hardware)
     drafters: dict[str, Drafter] = {}
     for name in names:
         drafter = open_drafter(name, target)

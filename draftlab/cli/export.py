@@ -48,7 +48,7 @@ def _export(words: Sequence[str], out: str | None) -> Any:
         find_owning_run,
         open_drafter,
     )
-    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.schema import ExportCommandSettings, settings_of
     from draftlab.drafters.store import read_card
     from draftlab.export.base import export_drafter, format_class, refuse_taken
@@ -70,12 +70,13 @@ def _export(words: Sequence[str], out: str | None) -> Any:
     refuse_taken(folder, settings.export)
     history = read_card(source).extra
     length = history.get("train", {}).get("row_tokens")
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     target = load_target(settings.target)
+    place_drafters(target, settings.hardware)
     drafter = open_drafter(name, target)
     return export_drafter(
         drafter,
-        target.view,
+        target.drafter_view,
         settings.export.model_copy(
             update={
                 "target_name_or_path": settings.export.target_name_or_path

@@ -20,6 +20,8 @@ what is asked:
   prompt=TEXT        one question; prompt=- takes the whole of stdin
   prompts=FILE       many: one a line, or chats, one JSON object a line, in a .jsonl file
   prompts=-          many, one a line of stdin
+The target's chat template writes it down. T5 models have none and read the text as it is (of a
+chat, the texts of all turns, a blank line between).
 
 who answers, and who drafts:
   target=demo        tiny (random, the default), demo, hub target.name=OWNER/NAME, local, gguf
@@ -55,24 +57,25 @@ def run(args: Sequence[str]) -> int:
     _, words = split_words(args, most=0)
     from draftlab.cli.answer_stream import AnswerStream, open_screen
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
-    from draftlab.cli.hardware import apply_hardware
+    from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.questions import Question, read_questions
     from draftlab.cli.schema import GenerateCommandSettings, settings_of
-    from draftlab.data.chat import encode_prompt
     from draftlab.data.template import RowProblem
     from draftlab.decoding.decoder import Decoder
     from draftlab.decoding.stops import StopStrings
+    from draftlab.targets.asking import encode_turns
     from draftlab.targets.load import load_target
 
     settings = settings_of(GenerateCommandSettings, compose_for_drafters("generate", words))
     questions = read_questions(settings.prompt, settings.prompts, settings.paths.cache)
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     target = load_target(settings.target)
+    place_drafters(target, settings.hardware)
     decoder = Decoder(target, open_drafter(settings.drafter, target), settings.decode)
 
     def encode(question: Question) -> list[int]:
         try:
-            return encode_prompt(target.tokenizer, list(question.messages), question.tools)
+            return encode_turns(target, list(question.messages), question.tools)
         except RowProblem as problem:
             raise DataError(f"cannot ask {question.title!r}: {problem}") from None
 

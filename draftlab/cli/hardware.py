@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 from pydantic import PositiveInt, model_validator
@@ -11,6 +11,9 @@ from pydantic import PositiveInt, model_validator
 from draftlab.errors import ConfigError
 from draftlab.runs.provenance import num_cores
 from draftlab.settings.base import Settings
+
+if TYPE_CHECKING:
+    from draftlab.targets.target import Target
 
 MACHINE_RANK = "DRAFTLAB_MACHINE_RANK"
 
@@ -23,8 +26,10 @@ class HardwareSettings(Settings):
         num_processes: processes that train together, on all machines.
         threads: threads of each process; None takes OMP_NUM_THREADS where that is set, else shares
             the cores among the processes.
-        shard: none keeps the drafter whole in every process; drafter cuts its weights, gradients
-            and moments over the processes (FSDP2).
+        shard: what is cut over the processes (FSDP2) instead of being whole in each: the drafter's
+            weights, gradients and moments, the frozen target's layers, both, or none.
+        drafter_device: where the drafter is, when not with the target: cpu or cuda:N; None: with
+            it.
         accelerate_config: a file that `accelerate config` wrote, which then says how processes
             start, on several machines for one; None starts them on this machine.
     """
@@ -32,7 +37,8 @@ class HardwareSettings(Settings):
     kind: Literal["cpu", "single_gpu", "ddp"]
     num_processes: PositiveInt
     threads: PositiveInt | None
-    shard: Literal["none", "drafter"]
+    shard: Literal["none", "drafter", "target", "both"]
+    drafter_device: str | None
     accelerate_config: Path | None
 
     @model_validator(mode="after")
@@ -47,12 +53,27 @@ class HardwareSettings(Settings):
                 f"hardware.accelerate_config={self.accelerate_config} has no effect with "
                 "hardware.num_processes=1; pass the number of processes on all machines"
             )
+        if self.drafter_device is not None and self.num_processes != 1:
+            raise ValueError(
+                f"hardware.drafter_device={self.drafter_device} is for one process, not "
+                f"{self.num_processes}, which have a device each; pass hardware.drafter_device=null"
+            )
         if self.kind == "single_gpu" and self.num_processes != 1:
             raise ValueError(
                 f"hardware=single_gpu runs one process, not {self.num_processes}; "
                 "use hardware=ddp for one process a device"
             )
         return self
+
+    @property
+    def cuts_drafter(self) -> bool:
+        """True when each process holds its share of the drafter only."""
+        return self.shard in ("drafter", "both")
+
+    @property
+    def cuts_target(self) -> bool:
+        """True when each process holds its share of the target's layers only."""
+        return self.shard in ("target", "both")
 
     def resolved(self) -> "HardwareSettings":
         """Decide what was left open, once, so that a resumed run computes the same."""
@@ -62,14 +83,23 @@ class HardwareSettings(Settings):
         return self.model_copy(update={"threads": threads})
 
 
-def apply_hardware(hardware: HardwareSettings) -> None:
+def apply_hardware(hardware: HardwareSettings, *, places_drafters: bool = False) -> None:
     """Set this process's threads, and hide or demand CUDA; call it before anything runs.
 
+    Args:
+        hardware: the settings.
+        places_drafters: the caller goes on with `place_drafters`.
+
     Raises:
-        ConfigError: a device is asked for and there is none.
+        ConfigError: a device is asked for and there is none, or nothing goes there.
     """
     import torch
 
+    if hardware.drafter_device is not None and not places_drafters:
+        raise ConfigError(
+            f"hardware.drafter_device={hardware.drafter_device} has no effect on this command; "
+            "pass hardware.drafter_device=null"
+        )
     if hardware.kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA starts lazily: nothing has looked yet
     elif torch.cuda.device_count() < _num_local(hardware):
@@ -81,6 +111,32 @@ def apply_hardware(hardware: HardwareSettings) -> None:
     elif "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # the target goes where "cuda" is
     torch.set_num_threads(hardware.resolved().threads or 1)
+
+
+def place_drafters(target: "Target", hardware: HardwareSettings) -> None:
+    """Let drafters live where the settings say; call it when the target is loaded.
+
+    Raises:
+        ConfigError: a device that is not there, or the target's own.
+    """
+    if hardware.drafter_device is None:
+        return
+    import torch
+
+    from draftlab.targets.load import check_device
+
+    check_device(hardware.drafter_device, "hardware.drafter_device")
+    device = torch.device(hardware.drafter_device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+    if device == target.device:
+        raise ConfigError(
+            f"hardware.drafter_device={hardware.drafter_device} is where the target is; pass "
+            "hardware.drafter_device=null, or another target.device"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # training takes the current device
+    target.place_drafters(device)
 
 
 def _num_local(hardware: HardwareSettings) -> int:

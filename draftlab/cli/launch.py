@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from draftlab.cli.adapting import require_base
 from draftlab.cli.drafters import find_drafter_folder
-from draftlab.cli.estimate import Estimate, estimate_run, require_disk
+from draftlab.cli.estimate import Estimate, estimate_run, require_disk, require_training
 from draftlab.cli.hardware import (
     apply_hardware,
     is_first_machine,
@@ -79,7 +80,7 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
 def _begin(
     settings: RunSettings, family: Path, digest: str, run_id: str | None = None
 ) -> tuple[RunDir, RunSettings]:
-    require_inputs(settings)
+    require_training(require_inputs(settings))
     settings = _decide(settings)
     run = create_run(family.parent, family.name, run_id=run_id)
     provenance = collect_provenance(seed=settings.seed)
@@ -137,20 +138,30 @@ def compose_run(words: Sequence[str]) -> tuple[RunSettings, Composed]:
     return settings_of(RunSettings, composed), composed
 
 
-def require_inputs(settings: RunSettings) -> Estimate:
+def require_inputs(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
     """Refuse what cannot work before anything heavy happens or a folder is made.
+
+    Args:
+        settings: everything the run is.
+        asks_hub: fetch the config.json of hub models, for a better estimate.
 
     Returns:
         What the run will take.
 
     Raises:
         DataError: a missing data file, or lines that cannot be read.
-        ConfigError: no such drafter to start from, no such target, or a disk too small.
+        ConfigError: no such drafter to start from, adapters on nothing, no such target, kernels
+            that a cut target does not have, or a disk too small.
     """
     init = settings.init
     if init is not None and (Path(init).exists() or init.count("/") != 1):
         find_drafter_folder(init)  # OWNER/NAME would be downloaded here: the worker finds that out
-    estimate = estimate_run(settings)
+    require_base(settings)
+    if settings.hardware.cuts_target:
+        from draftlab.targets.load import refuse_fast_shards
+
+        refuse_fast_shards(settings.target)
+    estimate = estimate_run(settings, asks_hub=asks_hub)
     require_disk(estimate, settings.paths.outputs)
     return estimate
 
@@ -159,7 +170,7 @@ def _decide(settings: RunSettings) -> RunSettings:
     """Decide once what the machine decides: threads, device, dtype. A resumed run repeats it."""
     from draftlab.targets.load import resolve
 
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     return settings.model_copy(
         update={"hardware": settings.hardware.resolved(), "target": resolve(settings.target)}
     )

@@ -25,7 +25,7 @@ COMMANDS = {
     "audit": "check on your target that a drafter leaves its answers as they are",
     "skips": "search the layers a target skips to draft for itself (resumable)",
     "generate": "answer a prompt with a drafter, accepted draft tokens in colour",
-    "bench": "time decoding against transformers in one run",
+    "bench": "time decoding, families of drafters, training steps and the loss",
     "export": "write a drafter in a serving engine's format",
     "report": "write a run's report again",
     "compare": "set runs side by side",

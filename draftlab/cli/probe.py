@@ -95,8 +95,12 @@ class AcceptanceProbe:
         if measure is None or not samples:
             return
         rows = pack(samples, max(len(sample) for sample in samples))
-        batches = (collate([row]).to(self._target.device) for row in rows)
-        measure((batch, self._target.read_features(batch, drafter.needs)) for batch in batches)
+        device = self._target.drafter_view.device
+        batches = (collate([row]).to(device) for row in rows)
+        measure(
+            (batch, self._target.read_features(batch, drafter.needs).to(device))
+            for batch in batches
+        )
 
 
 def _sample(answer: Generation) -> Sample:

@@ -30,7 +30,7 @@ def write_report(
     metrics = read_metrics(run.metrics_path)
     given = ReportInput(
         result=result,
-        training=_training_facts(run, metrics),
+        training=training_facts(run, metrics),
         metrics=metrics,
         samples=pick_samples(read_eval(run.eval_path(result.suite))),
         run=run.path.name,
@@ -60,7 +60,7 @@ def find_evaluation(run: RunDir, suite: str | None = None) -> Evaluation:
     return read_eval(folders[suite])
 
 
-def _training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[TrainingFacts, ...]:
+def training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[TrainingFacts, ...]:
     """Read how the run's drafter was trained; nothing when there is no checkpoint yet."""
     folder = run.pointed("best") or run.pointed("latest")
     steps = [row for row in metrics if row["split"] == "train"]

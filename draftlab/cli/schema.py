@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, NonNegativeInt, SerializeAsAny
 from draftlab.cli.hardware import HardwareSettings
 from draftlab.data.settings import DataSettings
 from draftlab.decoding.settings import DecodeSettings, RegenerateSettings
+from draftlab.drafters.adapters import AdapterSettings
 from draftlab.drafters.base import DrafterSettings, drafter_class
 from draftlab.errors import ConfigError
 from draftlab.evaluation.audit_settings import AuditSettings
@@ -88,11 +89,13 @@ class RunSettings(CommandSettings):
         resume: auto (go on with an interrupted run of the same settings), never, or a run.
         init: a drafter whose training goes on with new data; None starts anew.
         drafter: what is trained, by kind.
+        adapter: whether it is trained itself, or adapters on it.
     """
 
     resume: str
     init: str | None
     drafter: AnyDrafter
+    adapter: AdapterSettings
 
 
 class EvalCommandSettings(CommandSettings):

@@ -16,6 +16,7 @@ stopped; a finished one starts anew.
   data=builtin|jsonl|hub       data.paths=my.jsonl, data.answers=target|given
   optim.lr=1e-3 train.max_minutes=10 train.max_steps=500
   init=DRAFTER                 train an existing drafter further, its draft vocabulary locked
+  adapter=lora optim=adamw     leave it as it is and train a small adapter, saved by itself
   resume=RUN                   go on with one run
   hardware=cpu|single_gpu|ddp  tracker=none|wandb|tensorboard  seed=0
 
@@ -23,6 +24,7 @@ examples:
   draftlab train                                                   under a minute, nothing needed
   draftlab train recipe=eagle3/smollm2-demo train.max_minutes=20
   draftlab train recipe=company/finetune data.paths=support.jsonl init=outputs/.../RUN
+  draftlab train recipe=company/adapter data.paths=support.jsonl init=outputs/.../RUN
 """
 
 

@@ -4,12 +4,17 @@ import logging
 import os
 from typing import Any
 
+import torch
+
+from draftlab.cli.adapting import make_adapted
 from draftlab.cli.collect import Collected, collect_samples, count_tokens
 from draftlab.cli.drafters import find_drafter_folder
+from draftlab.cli.hardware import place_drafters
 from draftlab.cli.probe import AcceptanceProbe
 from draftlab.cli.probe_table import describe_probes, list_probes
 from draftlab.cli.schema import RunSettings
 from draftlab.cli.vocab_report import report_vocab
+from draftlab.data.learning import learn_prompts
 from draftlab.data.packing import cut_samples, pack
 from draftlab.drafters.base import Drafter, DraftVocabSettings, num_trainable
 from draftlab.drafters.store import build_drafter, load_drafter
@@ -20,6 +25,7 @@ from draftlab.runs.trackers import open_tracker
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.load import load_target
 from draftlab.targets.target import Target
+from draftlab.training.processes import start_accelerator
 from draftlab.training.rows import TrainingRows
 from draftlab.training.settings import TrainSettings
 from draftlab.training.trainer import Trainer, TrainingResult
@@ -37,7 +43,7 @@ def run_training(run: RunDir, settings: RunSettings) -> TrainingResult:
     Raises:
         DraftlabError: anything wrong with data, target or drafter, before the first step.
     """
-    target = load_target(settings.target)
+    target = _load_target(settings)
     collected = collect_samples(
         target,
         settings.data,
@@ -50,33 +56,47 @@ def run_training(run: RunDir, settings: RunSettings) -> TrainingResult:
     return train_drafter(run, settings, target, collected)
 
 
+def _load_target(settings: RunSettings) -> Target:
+    if settings.hardware.cuts_target:  # the processes must meet before they can share it
+        start_accelerator(torch.device(settings.target.device), settings.train.precision)
+    target = load_target(settings.target, is_sharded=settings.hardware.cuts_target)
+    place_drafters(target, settings.hardware)
+    return target
+
+
 def find_needs(settings: RunSettings, target: Target) -> FeatureRequest:
     """Find the hidden states the drafter will read, before there is data to build it with.
 
     What a drafter reads does not depend on which tokens its vocabulary holds: one with all of them
-    tells.
+    tells. It is put into training, where it looks for whatever else it reads there.
     """
     if settings.init is not None:
-        return load_drafter(find_drafter_folder(settings.init), target.view).needs
+        view = target.drafter_view
+        return load_drafter(find_drafter_folder(settings.init), view).train().needs
     drafter = settings.drafter
     if isinstance(drafter, DraftVocabSettings):
         drafter = drafter.model_copy(update={"draft_vocab_size": None})
-    return build_drafter(drafter, target.view).needs
+    return build_drafter(drafter, target.drafter_view).train().needs
 
 
-def make_drafter(settings: RunSettings, target: Target, collected: Collected) -> Drafter:
-    """Build a new drafter, or load the one that is to be trained further.
+def make_drafter(
+    run: RunDir, settings: RunSettings, target: Target, collected: Collected
+) -> Drafter:
+    """Build a new drafter, or load the one that is to be trained further or adapted.
 
     Raises:
-        ConfigError: `init` names a drafter of another kind than `drafter`.
+        ConfigError: `init` names a drafter of another kind than `drafter`, or nothing to adapt.
         TargetMismatch: `init` was made for another target.
     """
-    if settings.init is None:
+    if settings.adapter.kind != "none":
+        drafter = make_adapted(run, settings, target)
+    elif settings.init is None:
         counts = count_tokens(collected.samples, target.spec.vocab_size)
-        return build_drafter(settings.drafter, target.view, counts, seed=settings.seed)
-    # its own settings and draft vocabulary stay: another vocabulary would give every output row
-    # another meaning (case O-19)
-    drafter = load_drafter(find_drafter_folder(settings.init), target.view)
+        return build_drafter(settings.drafter, target.drafter_view, counts, seed=settings.seed)
+    else:
+        # its own settings and draft vocabulary stay: another vocabulary would give every output
+        # row another meaning (case O-19)
+        drafter = load_drafter(find_drafter_folder(settings.init), target.drafter_view)
     if drafter.kind != settings.drafter.kind:
         raise ConfigError(
             f"init={settings.init} is a drafter of kind {drafter.kind}, but drafter="
@@ -95,10 +115,13 @@ def train_drafter(
 ) -> TrainingResult:
     """Train on what was collected; `train` replaces the settings' own limits."""
     train = train or settings.train
-    drafter = make_drafter(settings, target, collected)
-    if _is_first_rank():
-        report_vocab(getattr(drafter, "vocab", None), target, collected)
-    cut = cut_samples(collected.samples, train.row_tokens)
+    drafter = make_drafter(run, settings, target, collected)
+    vocab = getattr(drafter, "vocab", None)
+    target.run_on_first(lambda: report_vocab(vocab, target, collected), is_first=_is_first_rank())
+    samples = collected.samples
+    if settings.data.learn == "all":
+        samples = learn_prompts(samples)
+    cut = cut_samples(samples, train.row_tokens)
     if cut.num_cut:
         log.info(
             "%d samples were cut at train.row_tokens=%d, %d of them had nothing left to learn",
@@ -137,7 +160,7 @@ def train_drafter(
         metrics=write,
         resume_from=run.checkpoints_path,
         origin=_origin(run, settings, collected, train),
-        is_sharded=settings.hardware.shard == "drafter",
+        is_sharded=settings.hardware.cuts_drafter,
     )
     try:
         result = trainer.run()
@@ -162,6 +185,7 @@ def _origin(
         "train": train.model_dump(mode="json"),
         "seed": settings.seed,
         "init": settings.init,
+        "adapter": None if settings.adapter.kind == "none" else settings.adapter.model_dump(),
     }
 
 

@@ -39,7 +39,7 @@ def work(run: RunDir) -> None:
     is_launched = LAUNCHED in os.environ
     if is_launched:
         _end_with_launcher(run)
-    apply_hardware(settings.hardware)
+    apply_hardware(settings.hardware, places_drafters=True)
     if not _is_first_rank():
         logging.getLogger("draftlab").setLevel(logging.WARNING)
         run_training(run, settings)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from draftlab.decoding import crossing
 from draftlab.decoding.batch import Batch
 from draftlab.decoding.committing import Outcome, fetch_outcome, show_path
 from draftlab.decoding.costs import TimeCurve, doubling_widths, measure_time_curve
@@ -347,4 +348,4 @@ class Decoder:
         self._watchers.catch_up(batch.state)
         leaving = batch.leave()
         if self.drafter is not None:
-            self.drafter.close(batch.state, leaving)
+            crossing.close(self.drafter, batch.state, leaving)

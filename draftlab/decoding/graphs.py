@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from draftlab.decoding.batch import Batch
+from draftlab.decoding.crossing import device_of
 from draftlab.decoding.plan import DraftPlan
 from draftlab.decoding.prefill import prefill
 from draftlab.decoding.records import Generation, StepRecord
@@ -53,6 +54,8 @@ def refuse_graphs(
         return "decode.fallback looks at the clock every round"
     if drafter is not None and not isinstance(drafter, DraftsStatically):
         return f"a {drafter.kind} drafter works on the host"
+    if drafter is not None and device_of(drafter, target.device) != target.device:
+        return "the drafter is on another device"
     return None
 
 

@@ -88,7 +88,9 @@ class TransformersDecoding:
                 **self._extra,
             )
         spent = self._clock.read() - began
-        answer = out[0, len(prompt) :].tolist()
+        # with an encoder, what comes back is the decoder's side, its start token first
+        before = 1 if self._target.model.config.is_encoder_decoder else len(prompt)
+        answer = out[0, before:].tolist()
         rest = StepRecord(0, 0, len(answer) - 1, (), 0.0, spent, 0.0, 1)
         return Generation(
             prompt_index=index,

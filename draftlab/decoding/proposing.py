@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from draftlab.decoding import crossing
 from draftlab.decoding.batch import Batch
 from draftlab.decoding.costs import TimeCurve
 from draftlab.decoding.fallback import Fallback
@@ -80,7 +81,8 @@ class Proposer:
             min_confidence=asked,
         )
         count = depth if shape is None else self._plan.num_nodes
-        tree = self._drafter.propose(batch.state, budget, batch.uniforms(Purpose.DRAFT, count))
+        uniforms = batch.uniforms(Purpose.DRAFT, count)
+        tree = crossing.propose(self._drafter, batch.state, budget, uniforms)
         if tree.tokens.shape[1] > count:  # there is no memory for more
             raise ShapeMismatch(
                 f"a {self._drafter.kind} drafter proposed {tree.tokens.shape[1]} nodes a row; "

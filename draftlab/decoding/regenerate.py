@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from draftlab.data.answers import AnswerFeatures, AnswerRecord, ShardStore
-from draftlab.data.chat import encode_prompt
 from draftlab.data.conversations import Conversation, to_prompt
 from draftlab.data.template import RowProblem
 from draftlab.decoding.decoder import Decoder
@@ -26,6 +25,7 @@ from draftlab.drafters.base import Observation
 from draftlab.errors import ConfigError, DataError
 from draftlab.randomness import derive_seed
 from draftlab.shapes import Tensor
+from draftlab.targets.asking import encode_turns
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.target import Target
 
@@ -116,7 +116,7 @@ def list_questions(
         if asked is None:
             continue
         try:
-            ids = encode_prompt(target.tokenizer, asked.messages, asked.tools, template_options)
+            ids = encode_turns(target, asked.messages, asked.tools, template_options)
         except RowProblem as problem:
             refused.append(f"{asked.source or asked.id}: {problem}")
             continue

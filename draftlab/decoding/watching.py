@@ -7,6 +7,7 @@ reader asked for. While drafting rests, the drafter's are kept back and shown to
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from draftlab.decoding import crossing
 from draftlab.decoding.deferred import Deferred
 from draftlab.drafters.base import Drafter, Observation
 from draftlab.shapes import Int, Tensor
@@ -77,7 +78,7 @@ class Watchers:
                     self.catch_up(state)
             else:
                 self.catch_up(state)
-                self._drafter.observe(state, seen)
+                crossing.observe(self._drafter, state, seen)
         if self._listener is not None:
             part = _select(features, self.request, self._listener_needs)
             seen = Observation(rows, ids, lengths, next_ids, part.taps, part.final)
@@ -91,7 +92,7 @@ class Watchers:
         """Show the drafter what was kept back: before it drafts, and before rows come or go."""
         kept = self._deferred.take()
         if kept is not None and self._drafter is not None:
-            self._drafter.observe(state, kept)
+            crossing.observe(self._drafter, state, kept)
 
 
 def _select(

@@ -13,6 +13,7 @@ from torch import nn
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._block_layer import BlockLayer
+from draftlab.drafters._spans import block_spans
 from draftlab.drafters._unrolling import PickedRows
 from draftlab.drafters._weighing import Normalise, PositionWeights, check_position_weights
 from draftlab.drafters.base import DraftVocabSettings
@@ -174,26 +175,15 @@ class BlockBackbone(nn.Module):
         slots = self.choices.block_size
         steps = torch.arange(slots, device=taps.device)
         positions = anchors.take(batch.positions).unsqueeze(2) + steps
-        mask = self._context_mask(batch, anchors, positions)
+        window = self.choices.sliding_window
+        spans = block_spans(batch.segment_ids, anchors.index, slots, window)
         fused = self.fuse_taps(taps)
         seen, own = self.angles(batch.positions), self.angles(positions)
         hidden = self.fill(anchors.take(batch.input_ids), slots)
         for layer in self.block_layers():
             context = layer.keys_values(fused, *seen)
-            hidden = layer(hidden, context, mask, own, causal=self.choices.causal)
+            hidden = layer(hidden, context, spans, own, causal=self.choices.causal)
         return self.norm(hidden)
-
-    def _context_mask(
-        self, batch: TokenBatch, anchors: PickedRows, positions: Int[Tensor, "B A S"]
-    ) -> Bool[Tensor, "B A _ T"]:
-        """True at positions of the anchor's own sample strictly before it, inside the window."""
-        same = anchors.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
-        order = torch.arange(batch.input_ids.shape[1], device=same.device)
-        mask = (same & (order < anchors.index.unsqueeze(2))).unsqueeze(2)
-        window = self.choices.sliding_window
-        if window is None:
-            return mask
-        return mask & (batch.positions[:, None, None] > positions.unsqueeze(3) - window)
 
 
 def choose_anchors(batch: TokenBatch, noise: Noise, max_anchors: int | None) -> Bool[Tensor, "B T"]:

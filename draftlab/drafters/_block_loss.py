@@ -25,7 +25,6 @@ def arrange_blocks(
         batch,
         torch.stack([anchors & batch.shifted_mask(k + 1) for k in range(depths)]),
         lead=1,
-        step_decay=1.0,
         dtype=torch.promote_types(dtype, torch.float32),
     )
 

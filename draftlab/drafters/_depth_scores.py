@@ -2,7 +2,7 @@
 
 In: which predictions count, and a hidden state for each. Out: the same predictions sorted by the
 token predicted, so that the target's law of a token is computed once for all depths, and their
-loss. Read Predictions.arrange, then score.
+loss. Read Predictions.arrange, then score; what each weighs is decided in between (_weighing.py).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ import torch
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._frozen_head import FrozenHead
-from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import DraftLoss
 from draftlab.drafters.vocab import judged_rows
 from draftlab.objectives.acceptance import overlap
 from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import Objective
+from draftlab.objectives.pieces import cut_into_pieces
 from draftlab.shapes import Bool, Float, Int, Tensor
 
 _JUDGED_AT_ONCE = 256  # whole target laws alive at a time
@@ -32,7 +32,9 @@ class Predictions:
         judges: position u whose target law judges token u + 1.
         sources: row t that predicts it at each depth; 0 or more, also where it does not count.
         counts: True where that depth has such a prediction.
-        weights: step_decay ** depth where it counts, divided by the sum over its sequence.
+        weights: what each weighs in the loss, 0 where it does not count; all alike when arranged.
+        averages_tokens: the loss is a mean over predictions; else over sequences, in each of which
+            weights add up to 1.
     """
 
     batch_rows: Int[Tensor, " N"]
@@ -40,6 +42,7 @@ class Predictions:
     sources: Int[Tensor, "K N"]
     counts: Bool[Tensor, "K N"]
     weights: Float[Tensor, "K N"]
+    averages_tokens: bool = False
 
     @classmethod
     def arrange(
@@ -48,7 +51,6 @@ class Predictions:
         masks: Bool[Tensor, "K B T"],
         *,
         lead: int,
-        step_decay: float,
         dtype: torch.dtype,
     ) -> "Predictions":
         """Sort predictions by the token they are about.
@@ -57,7 +59,6 @@ class Predictions:
             batch: token rows.
             masks: True where depth k of row t predicts token t + lead + k and that counts.
             lead: how far ahead the first depth looks.
-            step_decay: weight of a depth relative to the one before it.
             dtype: of the weights, float32 or wider.
         """
         num_depths, _, width = masks.shape
@@ -71,9 +72,7 @@ class Predictions:
         sources = judges - (lead - 1) - depths
         inside = sources.clamp_min(0)
         counts = (sources >= 0) & masks[depths, rows, inside]
-        weights = counts.to(dtype) * step_decay ** depths.to(dtype)
-        sums = sequence_sums(batch.segment_ids, rows, judges, weights.sum(0))
-        return cls(rows, judges, inside, counts, weights / sums)
+        return cls(rows, judges, inside, counts, counts.to(dtype))
 
     def take(
         self, states: Sequence[Float[Tensor, "B _ D"]], place: Int[Tensor, "B T"]
@@ -97,7 +96,7 @@ def score(
     predictions: Predictions,
     hidden: Float[Tensor, "K N Dh"],
     head: FrozenHead,
-    matrix: Float[Tensor, "C Dh"],
+    matrices: Sequence[Float[Tensor, "C Dh"]],
     batch: TokenBatch,
     final: Float[Tensor, "B T D"],
 ) -> DraftLoss:
@@ -106,9 +105,9 @@ def score(
     Args:
         objective: see draftlab.objectives.named.
         predictions: which, and how they weigh.
-        hidden: what `matrix` turns into draft logits.
+        hidden: what `matrices` turn into draft logits.
         head: the draft vocabulary.
-        matrix: the drafter's LM head, `head.rows` or more columns than that.
+        matrices: the drafter's LM head, one for all depths or one a depth.
         batch: token rows.
         final: the target's final hidden states.
     """
@@ -116,7 +115,7 @@ def score(
     scores = chunked_scores(
         objective,
         hidden,
-        [matrix],
+        matrices,
         target_final=final[rows, judges],
         target_head=head.target.head,
         labels=batch.input_ids[rows, judges + 1],
@@ -125,14 +124,18 @@ def score(
         kept_head=head.kept,
         judged=judged_rows(batch.positions[rows, judges]),
     )
+    weight = predictions.weights.sum() if predictions.averages_tokens else None
     return DraftLoss(
-        scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
+        scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count, weight
     )
 
 
 @torch.no_grad()
 def acceptances(
-    head: FrozenHead, hidden: Float[Tensor, "K N D"], final: Float[Tensor, "N D"]
+    head: FrozenHead,
+    hidden: Float[Tensor, "K N D"],
+    final: Float[Tensor, "N D"],
+    counts: Bool[Tensor, "K N"],
 ) -> Float[Tensor, "K N"]:
     """Compute sum_v min(p, q) of predictions against the target's whole law.
 
@@ -140,14 +143,16 @@ def acceptances(
         head: the draft vocabulary and its frozen rows.
         hidden: what these rows multiply.
         final: the target's final hidden state that judges each token.
+        counts: True where there is such a prediction; the others cost nothing and give 0.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows = head.rows.to(hidden.dtype)
     found = hidden.new_zeros(hidden.shape[:2], dtype=wide)
-    for start in range(0, final.shape[0], _JUDGED_AT_ONCE):
-        part = slice(start, start + _JUDGED_AT_ONCE)
-        law = head.target.head(final[part]).to(wide).log_softmax(-1)
+    for chunk in cut_into_pieces(counts, judged=None, chunk_rows=_JUDGED_AT_ONCE, num_heads=1):
+        law = head.target.head(final[chunk.tokens]).to(wide).log_softmax(-1)
         law = law if head.ids is None else law.index_select(-1, head.ids)
-        for depth, states in enumerate(hidden[:, part]):
-            found[depth, part] = overlap(law, (states @ rows.T).to(wide).log_softmax(-1))
+        for piece in chunk.pieces:
+            places = piece.depths, piece.tokens
+            log_q = (hidden[places] @ rows.T).to(wide).log_softmax(-1)
+            found[places] = overlap(law[piece.rows], log_q)
     return found

@@ -1,6 +1,7 @@
 """What training a drafter on its own output needs, apart from the drafter.
 
-Read attend_unrolled: depths see the past by true features and themselves by their own. Then unroll.
+Read unroll: depths see the past by true features and themselves by their own; how rows attend is in
+_training_attention.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ import torch
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._eagle_layer import EagleLayer
+from draftlab.drafters._spans import Spans, past_spans
+from draftlab.drafters._training_attention import attend_unrolled
 from draftlab.shapes import Bool, Float, Int, Tensor
 
 Embed = Callable[[Tensor], Tensor]  # token ids to embeddings
@@ -17,41 +20,6 @@ Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions to cos and signe
 Join = Callable[[Tensor, Tensor], Tensor]  # (embedding, feature) to what the first layer reads
 # the last layer's output to (what is judged, what the next depth reads as its feature)
 FeedBack = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-def attend_unrolled(
-    queries: Float[Tensor, "B A Hq Dh"],
-    keys: Float[Tensor, "B T H Dh"],
-    values: Float[Tensor, "B T H Dh"],
-    mask: Bool[Tensor, "B A T"],
-    own: list[tuple[Float[Tensor, "B A H Dh"], Float[Tensor, "B A H Dh"]]],
-) -> Float[Tensor, "B A HqDh"]:
-    """Attend as a draft row does: to what came before by true taps, and to its own later steps.
-
-    Row t at depth s sees the depth-0 keys of its past and the keys of depths 1..s of row t alone.
-    The latter are a product per row, not a T x T matrix.
-
-    Args:
-        queries: of the rows trained.
-        keys: of depth 0, all positions.
-        values: alike.
-        mask: True where a row may look at a depth-0 position; at least one a row.
-        own: keys and values of depths 1..s.
-    """
-    batch, rows, num_heads, width = queries.shape
-    kv_heads = keys.shape[2]
-    grouped = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) * width**-0.5  # B H G A D
-    folded = grouped.flatten(2, 3)
-    scores = (folded @ keys.permute(0, 2, 3, 1)).unflatten(2, (-1, rows))  # B H G A T
-    scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-    columns = [(grouped * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in own]
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    probs = torch.cat([scores, *columns], dim=-1).softmax(-1, dtype=wide).to(values.dtype)
-    past, rest = probs.split([keys.shape[1], len(own)], dim=-1)
-    mixed = (past.flatten(2, 3) @ values.transpose(1, 2)).unflatten(2, (-1, rows))
-    for step, (_, own_values) in enumerate(own):
-        mixed = mixed + rest[..., step : step + 1] * own_values.transpose(1, 2).unsqueeze(2)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, rows, num_heads * width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +83,11 @@ def unroll(
     """
     positions = rows.take(batch.positions)
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-    order = torch.arange(batch.input_ids.shape[1], device=positions.device)
-    mask = rows.take(batch.segment_ids).unsqueeze(2) == batch.segment_ids.unsqueeze(1)
-    mask &= order <= rows.index.unsqueeze(2)
+    spans = past_spans(batch.segment_ids, rows.index)
 
     embedded = embed(batch.shifted_ids(1))
     hidden, past = _first_depth(
-        layers, batch, embedded, join(embedded, features), angles(batch.positions), mask, rows
+        layers, batch, embedded, join(embedded, features), angles(batch.positions), spans, rows
     )
     judged, fed = feed(hidden)
     states = [judged]
@@ -131,7 +97,7 @@ def unroll(
         for layer, (keys, values), mine in zip(layers, past, own, strict=True):
             x, residual = layer.read(embedded, hidden)
             mine.append(layer.keys_values(x, *turn))
-            mixed = attend_unrolled(layer.queries(x, *turn), keys, values, mask, mine)
+            mixed = attend_unrolled(layer.queries(x, *turn), keys, values, spans, mine)
             hidden = layer.finish(mixed, residual)
         judged, fed = feed(hidden)
         states.append(judged)
@@ -144,7 +110,7 @@ def _first_depth(
     embedded: Tensor,
     hidden: Tensor,
     angles: tuple[Tensor, Tensor],
-    mask: Tensor,
+    spans: Spans,
     rows: PickedRows,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
@@ -157,19 +123,18 @@ def _first_depth(
         if i == len(layers) - 1:
             x, residual = rows.take(x), rows.take(residual)
             queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
-            mixed = attend_unrolled(queries, keys, values, mask, [])
+            mixed = attend_unrolled(queries, keys, values, spans, [])
         else:
-            full = segment_mask(batch) if full is None else full
+            full = full or everywhere(batch)
             mixed = attend_unrolled(layer.queries(x, *angles), keys, values, full, [])
         hidden = layer.finish(mixed, residual)
     return hidden, past
 
 
-def segment_mask(batch: TokenBatch) -> Bool[Tensor, "B T T"]:
-    """True where a position may look at an earlier one of its own sample."""
+def everywhere(batch: TokenBatch) -> Spans:
+    """Let every position see its own sample up to itself."""
     order = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    same = batch.segment_ids.unsqueeze(2) == batch.segment_ids.unsqueeze(1)
-    return same & (order.unsqueeze(0) <= order.unsqueeze(1))
+    return past_spans(batch.segment_ids, order.expand_as(batch.input_ids))
 
 
 def sequence_sums(

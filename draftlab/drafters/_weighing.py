@@ -16,10 +16,6 @@ from draftlab.shapes import Float, Int, Tensor
 PositionWeights = Literal["decay", "d_pace"]
 Normalise = Literal["sequence", "token"]
 
-# tokens of a usual answer: a constant, because a batch's own count would weigh a token by its
-# batch-mates, and one large batch unlike the same rows in several (case O-22)
-_USUAL_TOKENS = 128
-
 
 def check_position_weights(how: PositionWeights, decay: float | None, *, key: str) -> None:
     """Refuse a decay that has no effect, or a missing one.
@@ -55,20 +51,24 @@ def weigh(
         decay: weight of a depth relative to the one before it; None weighs each depth by the
             chance that it is reached (D-PACE).
         normalise: sequence makes the weights of a sequence add up to 1, so that its loss is a mean
-            and long answers do not dominate; token lets every token count the same.
+            and long answers do not dominate; token lets every token count the same. What these are
+            divided by is known to the trainer alone: a batch's own count would weigh a token by
+            its batch-mates, and one large batch unlike the same rows in several (case O-22).
     """
     rows, judges, counts = predictions.batch_rows, predictions.judges, predictions.counts
     if decay is None:
         labels = batch.input_ids[rows, judges + 1]
-        probs = chunked_label_probs(hidden.detach(), heads, labels=labels, vocab_ids=vocab_ids)
+        probs = chunked_label_probs(
+            hidden.detach(), heads, labels=labels, vocab_ids=vocab_ids, made=counts
+        )
         places = rows * batch.input_ids.shape[1] + predictions.sources
         num_places = batch.input_ids.numel()
         is_there = by_place(counts.to(probs.dtype), places, num_places) > 0
-        chains = d_pace(by_place(probs * counts, places, num_places), is_there)
+        chains = d_pace(by_place(probs, places, num_places), is_there)
         weights = chains.gather(1, places) * counts
     else:
         weights = decayed(counts, decay).to(torch.promote_types(hidden.dtype, torch.float32))
     if normalise == "token":
-        return replace(predictions, weights=weights / _USUAL_TOKENS)
+        return replace(predictions, weights=weights, averages_tokens=True)
     sums = sequence_sums(batch.segment_ids, rows, judges, weights.sum(0))
     return replace(predictions, weights=weights / sums)

@@ -13,7 +13,7 @@ import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PositiveInt
 from torch import nn
@@ -29,6 +29,9 @@ from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.view import TargetView
+
+if TYPE_CHECKING:
+    from draftlab.drafters.adapters import Adapter
 
 
 class DrafterSettings(Settings):
@@ -59,14 +62,17 @@ class DraftLoss:
 
     Attributes:
         total: sum over the batch's sequences of each sequence's mean loss (long answers do not
-            dominate). The trainer divides by the number of sequences of the effective batch.
+            dominate). The trainer divides by the number of sequences of the effective batch. With
+            `weight`, a weighted sum over the batch's predictions instead.
             Every prediction counts here; the sums below may be over a fixed part of them, since
-            judging against the whole vocabulary is dear.
+            judging against the whole vocabulary is dear. Those that weigh nothing are in neither.
         loss_sum: per depth, unweighted sum of token losses.
         hit_sum: per depth, predictions whose argmax is the target's argmax over the *whole*
             vocabulary (case O-26).
         overlap_sum: per depth, sum of sum_v min(p, q): expected acceptance at temperature 1.
         count: per depth, number of predictions in these sums.
+        weight: of drafters with `averages_tokens`, the sum of the weights in `total`; the trainer
+            divides by that of the effective batch, so that the loss is a mean over predictions.
     """
 
     total: Float[Tensor, ""]
@@ -74,6 +80,7 @@ class DraftLoss:
     hit_sum: Float[Tensor, " K"]
     overlap_sum: Float[Tensor, " K"]
     count: Float[Tensor, " K"]
+    weight: Float[Tensor, ""] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +161,11 @@ class Drafter(nn.Module, ABC):
     weights are never parameters, never saved, never counted.
 
     `max_draft_tokens` is the deepest chain a drafter can propose, for those with a fixed number of
-    heads or block places; None is any. `grows_trees` says that `propose` answers a budget with a
-    `tree`.
+    heads or block places; None is any. `averages_tokens` says that every `DraftLoss` has a
+    `weight`: the loss is a mean over predictions, not over sequences. `grows_trees` says that
+    `propose` answers a budget with a `tree`. `adapter` is what `adapters.adapt` put beside its
+    linear layers; to that end those are called in training, while LM heads, which may be read as
+    matrices, are named lm_head(s).
 
     Lossless decoding does not depend on a drafter being good, only on the law it reports being the
     law it drew from. What it proposes may depend on the prefix alone (non-anticipation).
@@ -167,6 +177,8 @@ class Drafter(nn.Module, ABC):
     settings: DrafterSettings
     target: TargetView
     max_draft_tokens: int | None = None
+    averages_tokens: bool = False
+    adapter: "Adapter | None" = None
     grows_trees: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, kind: str, settings: type[DrafterSettings]) -> None:
@@ -255,7 +267,7 @@ def drafter_kinds() -> list[str]:
     return sorted({*own, *plugins})
 
 
-_NOT_KINDS = frozenset({"base", "tree", "vocab", "layers", "rope", "store"})
+_NOT_KINDS = frozenset({"adapters", "base", "tree", "vocab", "layers", "rope", "store"})
 
 
 def drafter_class(kind: str) -> type[Drafter]:

@@ -69,6 +69,7 @@ class DFlash(Drafter, kind="dflash", settings=DFlashSettings):
         """
         super().__init__()
         self.settings = self._choices = settings
+        self.averages_tokens = settings.normalise == "token"
         self.target = target
         self.vocab = vocab
         self.max_draft_tokens = settings.block_size - 1
@@ -92,7 +93,7 @@ class DFlash(Drafter, kind="dflash", settings=DFlashSettings):
         hidden = predictions.take(blocks[:, :, 1:].unbind(2), anchors.place)
         predictions = weigh_blocks(choices, predictions, batch, hidden, head)
         loss = objective(choices.objective)
-        return score(loss, predictions, hidden, head, head.rows, batch, features.final)
+        return score(loss, predictions, hidden, head, [head.rows], batch, features.final)
 
     @torch.inference_mode()
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> DFlashState:

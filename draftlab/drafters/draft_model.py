@@ -3,7 +3,8 @@
 In: token ids alone. Out: K draft tokens, one forward pass each (arXiv:2211.17192, section 2). It
 starts from any small model with the target's tokenizer, or from chosen layers of the target itself,
 and learns the target's law at the same positions (forward KL by default, DistillSpec,
-arXiv:2310.08461). It runs over KV buffers of its own through the same door as targets do.
+arXiv:2310.08461), on all tokens or on those that a reference shows to be learnable (AdaSPEC,
+arXiv:2510.19779). It runs over KV buffers of its own through the same door as targets do.
 
 For an encoder-decoder target the draft model is one as well, and stays as it was loaded: it encodes
 the prompt once, as the target does.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -31,6 +32,7 @@ from transformers import (
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._own_memory import CHUNK, FINAL, OwnMemory, Text
+from draftlab.drafters._reference import load_reference
 from draftlab.drafters._unrolling import sequence_sums
 from draftlab.drafters.base import (
     DraftBudget,
@@ -43,11 +45,12 @@ from draftlab.drafters.base import (
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
 from draftlab.errors import ConfigError, NotExportable, TargetMismatch, UnsupportedTarget
-from draftlab.objectives.chunked import chunked_scores
+from draftlab.objectives.chunked import chunked_losses, chunked_scores
 from draftlab.objectives.named import objective
-from draftlab.randomness import Noise, derive_seed
+from draftlab.objectives.selection import most_learnable
+from draftlab.randomness import Noise
 from draftlab.sampling import GREEDY, SamplingRows, draw, greedy_ids, process
-from draftlab.shapes import Float, Int, Tensor
+from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.adapter import Door, HFDoor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.encoder_decoder import (
@@ -74,23 +77,31 @@ class DraftModelSettings(DrafterSettings):
         revision: of a hub model; None is its main one.
         layers: the target's layers to start from, 0-based, for start=layers; None spreads a quarter
             of them evenly, first and last included.
-        trainable: all weights; the decoder layers alone; or LoRA adapters on their matrices.
-        lora_rank: rank of the adapters for trainable=lora, None otherwise.
-        lora_alpha: the adapters count lora_alpha / lora_rank times; None otherwise.
+        trainable: all weights, or the decoder layers alone.
         objective: name of the per-token loss, as in draftlab.objectives.
+        reference: a frozen copy that tells which tokens are learned: the folder of a trained
+            draft_model of the same sizes, or `start`, this model as it starts. Read in training
+            alone. None learns all.
+        learn_fraction: share of a sequence's tokens to learn, those where the draft is furthest
+            behind the reference; None without one.
     """
 
     start: Literal["layers", "pretrained"]
     model: str | None
     revision: str | None
     layers: list[int] | None
-    trainable: Literal["all", "layers", "lora"]
-    lora_rank: PositiveInt | None
-    lora_alpha: PositiveInt | None
+    trainable: Literal["all", "layers"]
     objective: str
+    reference: str | None
+    learn_fraction: float | None = Field(gt=0, le=1)
 
     @model_validator(mode="after")
     def _check_choices(self) -> "DraftModelSettings":
+        if (self.reference is None) != (self.learn_fraction is None):
+            raise ValueError(
+                f"reference={self.reference} with learn_fraction={self.learn_fraction}; expected "
+                "both, to learn the tokens that a reference shows to be learnable, or null for both"
+            )
         if (self.start == "pretrained") != (self.model is not None):
             raise ValueError(
                 f"model={self.model} with start={self.start}; expected a folder or hub name with "
@@ -100,12 +111,6 @@ class DraftModelSettings(DrafterSettings):
             raise ValueError(f"layers={self.layers} has no effect with start=pretrained; pass null")
         if self.revision is not None and self.model is None:
             raise ValueError(f"revision={self.revision} has no effect without a model; pass null")
-        wants_lora = self.trainable == "lora"
-        if {self.lora_rank is not None, self.lora_alpha is not None} != {wants_lora}:
-            raise ValueError(
-                f"lora_rank={self.lora_rank} and lora_alpha={self.lora_alpha} with trainable="
-                f"{self.trainable}; expected both with trainable=lora, and null otherwise"
-            )
         return self
 
 
@@ -144,9 +149,10 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             UnsupportedTarget: a model whose cache cannot be rolled back exactly.
         """
         super().__init__()
-        self.settings = settings
+        self.settings = self._choices = settings
         self.target = target
         self._objective = objective(settings.objective)
+        self._references: list[DraftModel] = []  # a list: no module holds it, so nothing trains it
         self._tables: dict[str, Tensor] = {}
         self._encoder_decoder: EncoderDecoderTarget | None = None
         if settings.model and target.config.get("is_encoder_decoder"):
@@ -195,6 +201,90 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
                 "nothing to train, it drafts as it is"
             )
         assert features.final is not None, "`needs` asks for the final hidden state"
+        b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
+        hidden = self._states(batch, b, s)
+        matrix, ids = self._head()
+        learned = self._learned(batch, features.final, b, s, hidden.detach())
+        weights = learned.to(torch.promote_types(hidden.dtype, torch.float32))
+        scores = chunked_scores(
+            self._objective,
+            hidden.unsqueeze(0),
+            [matrix],
+            target_final=features.final[b, s],
+            target_head=self.target.head,
+            labels=batch.input_ids[b, s + 1],
+            weights=(weights / sequence_sums(batch.segment_ids, b, s, weights)).unsqueeze(0),
+            vocab_ids=ids,
+        )
+        return DraftLoss(
+            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
+        )
+
+    def train(self, mode: bool = True) -> "DraftModel":
+        """Enter or leave training, which alone reads the reference: it is looked for on entering.
+
+        Raises:
+            ConfigError: no drafter there that could be the reference.
+        """
+        super().train(mode)
+        if mode and self._encoder_decoder is None:
+            self._reference()
+        return self
+
+    def _reference(self) -> "DraftModel | None":
+        """Load the reference once; None when all tokens are learned."""
+        choices = self._choices
+        if choices.reference is not None and not self._references:
+            if choices.reference == "start":
+                plain = choices.model_copy(update={"reference": None, "learn_fraction": None})
+                found = DraftModel(plain, self.target).requires_grad_(False).eval()
+            else:
+                found = load_reference(choices.reference, self.target, kind=self.kind)
+            assert isinstance(found, DraftModel)
+            own, theirs = self._view.spec, found._view.spec
+            sizes = (own.hidden_size, own.vocab_size), (theirs.hidden_size, theirs.vocab_size)
+            if sizes[0] != sizes[1]:
+                raise ConfigError(
+                    f"reference={choices.reference} has hidden size {sizes[1][0]} and "
+                    f"{sizes[1][1]} head rows, this draft model {sizes[0][0]} and {sizes[0][1]}; "
+                    "expected a reference of the same sizes"
+                )
+            weight = _weight_of(self._door.anatomy.head)
+            self._references.append(found.to(weight.device, weight.dtype))
+        return self._references[0] if self._references else None
+
+    def _learned(
+        self,
+        batch: TokenBatch,
+        final: Float[Tensor, "B T D"],
+        b: Int[Tensor, " N"],
+        s: Int[Tensor, " N"],
+        hidden: Float[Tensor, "N Dd"],
+    ) -> Bool[Tensor, " N"]:
+        """Choose the tokens to learn: all, unless a reference tells the learnable ones."""
+        fraction = self._choices.learn_fraction
+        reference = self._reference() if self.training else None
+        if reference is None or fraction is None:
+            return torch.ones_like(b, dtype=torch.bool)
+        with torch.no_grad():
+            states = torch.stack([hidden, reference._states(batch, b, s).to(hidden.dtype)])
+        matrix, ids = self._head()
+        own, theirs = chunked_losses(
+            self._objective,
+            states,
+            [matrix, reference._head()[0]],
+            target_final=final[b, s],
+            target_head=self.target.head,
+            labels=batch.input_ids[b, s + 1],
+            vocab_ids=ids,
+        )
+        stride = int(batch.segment_ids.max()) + 1
+        return most_learnable(own, theirs, b * stride + batch.segment_ids[b, s], fraction)
+
+    def _states(
+        self, batch: TokenBatch, b: Int[Tensor, " N"], s: Int[Tensor, " N"]
+    ) -> Float[Tensor, "N Dd"]:
+        """Run the model; give what its LM head reads at the rows asked for."""
         slots, length = batch.input_ids.shape
         step = Step(
             rows=torch.arange(slots, device=batch.input_ids.device),
@@ -206,27 +296,15 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         )
         final = self._door.forward(_PassingKeys(slots, length), step, FINAL, False).features.final
         assert final is not None
-        b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
-        hidden = final[b, s] * self._head_scale()
-        matrix, ids = _weight_of(self._door.anatomy.head), None
-        if matrix.shape[0] != self.target.spec.vocab_size:
-            # rows past the tokenizer's ids are padding, and may be more or fewer than the target's
-            ids = torch.arange(self.target.spec.num_token_ids, device=matrix.device)
-            matrix = matrix[: self.target.spec.num_token_ids]
-        ones = torch.ones_like(b, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        scores = chunked_scores(
-            self._objective,
-            hidden.unsqueeze(0),
-            [matrix],
-            target_final=features.final[b, s],
-            target_head=self.target.head,
-            labels=batch.input_ids[b, s + 1],
-            weights=(ones / sequence_sums(batch.segment_ids, b, s, ones)).unsqueeze(0),
-            vocab_ids=ids,
-        )
-        return DraftLoss(
-            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
-        )
+        return final[b, s] * self._head_scale()
+
+    def _head(self) -> tuple[Float[Tensor, "C Dd"], Int[Tensor, " C"] | None]:
+        """Give the LM head in training, and the target ids of its rows; None when they are all."""
+        matrix, known = _weight_of(self._door.anatomy.head), self.target.spec.num_token_ids
+        if matrix.shape[0] == self.target.spec.vocab_size:
+            return matrix, None
+        # rows past the tokenizer's ids are padding, and may be more or fewer than the target's
+        return matrix[:known], torch.arange(known, device=matrix.device)
 
     @torch.inference_mode()
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> OwnMemory:
@@ -338,14 +416,14 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             state.texts[row] = Text()
 
     def serving_weights(self) -> ServingWeights:
-        """Give the whole model, adapters merged; engines run it as a draft model."""
-        merged = self.merged_model()
+        """Give the whole model; engines run it as a draft model."""
+        plain = self.plain_model()
         return ServingWeights(
-            architecture="draft_model", config=merged.config.to_dict(), tensors=merged.state_dict()
+            architecture="draft_model", config=plain.config.to_dict(), tensors=plain.state_dict()
         )
 
-    def merged_model(self) -> PreTrainedModel:
-        """Build a plain transformers model with the trained weights, adapters merged into them.
+    def plain_model(self) -> PreTrainedModel:
+        """Build a plain transformers model with the trained weights.
 
         Raises:
             NotExportable: an encoder-decoder model, which stays as it was loaded.
@@ -355,25 +433,11 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
                 f"draft model {self._encoder_decoder.spec.name} is an encoder-decoder model, "
                 "used as it is; give the engine its folder or hub name instead"
             )
-        from peft.tuners.lora import Linear as LoraLinear
-
-        state: dict[str, Tensor] = {}
-        adapters: list[str] = []
-        for name, module in self.model.named_modules():
-            if isinstance(module, LoraLinear):
-                for part, tensor in module.get_base_layer().named_parameters():
-                    state[f"{name}.{part}"] = tensor.detach()
-                state[f"{name}.weight"] = (
-                    state[f"{name}.weight"] + module.get_delta_weight("default").detach()
-                )
-                adapters.append(f"{name}.")
-        for name, tensor in self.model.state_dict().items():
-            if not name.startswith(tuple(adapters)):
-                state[name] = tensor
         config = type(self.model.config).from_dict(self.model.config.to_dict())
         with torch.random.fork_rng(devices=[]):  # its random start is overwritten
             plain = AutoModelForCausalLM.from_config(config)
-        plain.to(_weight_of(self._door.anatomy.head).dtype).load_state_dict(state)
+        dtype = _weight_of(self._door.anatomy.head).dtype
+        plain.to(dtype).load_state_dict(self.model.state_dict())
         return plain.eval()
 
     def save_pretrained_folder(self, path: Path) -> None:
@@ -385,7 +449,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         part = path.with_name(f".{path.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        self.merged_model().save_pretrained(part)
+        self.plain_model().save_pretrained(part)
         self.target.tokenizer.save_pretrained(part)
         if path.exists():
             shutil.rmtree(path)
@@ -496,22 +560,7 @@ def _choose_trainable(model: PreTrainedModel, settings: DraftModelSettings) -> N
     prefix = f"{model.base_model_prefix}."
     names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     stem = next(n for n in names if n.removeprefix(prefix) in ("layers", "h"))
-    if settings.trainable == "layers":
-        model.get_submodule(stem).requires_grad_(True)
-        return
-    from peft import LoraConfig, inject_adapter_in_model
-
-    linears = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(f"{stem}.")
-    ]
-    config = LoraConfig(
-        r=settings.lora_rank or 1, lora_alpha=settings.lora_alpha or 1, target_modules=linears
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed("lora", settings.lora_rank or 1))
-        inject_adapter_in_model(config, model)
+    model.get_submodule(stem).requires_grad_(True)
 
 
 def _spec_of(door: HFDoor, settings: DraftModelSettings, target: TargetView) -> TargetSpec:

@@ -32,7 +32,7 @@ from draftlab.drafters._unrolling import PickedRows, sequence_sums
 from draftlab.drafters.base import DraftBudget, Drafter, DraftLoss, Observation, ServingWeights
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree
-from draftlab.drafters.vocab import DraftVocab, judged_rows
+from draftlab.drafters.vocab import JUDGED_OF, DraftVocab, judged_rows
 from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.sampling import draw, greedy_ids, process
@@ -91,6 +91,7 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
         """
         super().__init__()
         self.settings = self._choices = settings
+        self.averages_tokens = settings.normalise == "token"
         self.target = target
         self.vocab = vocab
         self.max_draft_tokens = settings.block_size
@@ -139,7 +140,7 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
         corrected = hidden + self.markov_out(previous)
         predictions = weigh_blocks(choices, predictions, batch, corrected, head)
         loss = score(
-            objective(choices.objective), predictions, corrected, head, head.rows, batch, final
+            objective(choices.objective), predictions, corrected, head, [head.rows], batch, final
         )
         if self.confidence is None:
             return loss
@@ -162,10 +163,13 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
         rows, judges = predictions.batch_rows, predictions.judges
         judged = judged_rows(batch.positions[rows, judges]).nonzero().squeeze(1)
         rows, judges = rows[judged], judges[judged]
-        wanted = acceptances(self._head, corrected[:, judged], final[rows, judges])
+        counts = predictions.counts[:, judged]
+        wanted = acceptances(self._head, corrected[:, judged], final[rows, judges], counts)
         logits = self._confidence_logits(hidden[:, judged], previous[judged]).to(wanted.dtype)
         losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
         weights = predictions.weights[:, judged]
+        if predictions.averages_tokens:  # so that they stand for all tokens, which they are few of
+            return JUDGED_OF * (losses * weights).sum()
         sums = sequence_sums(batch.segment_ids, rows, judges, weights.sum(0))
         return (losses * weights / sums.clamp_min(torch.finfo(sums.dtype).tiny)).sum()
 

@@ -14,7 +14,7 @@ target's head reads as a law of token j + 2. Loss rule: a prediction counts when
 from dataclasses import replace
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 from torch import nn
 
 from draftlab.data.batch import TokenBatch
@@ -31,6 +31,12 @@ from draftlab.drafters._eagle_memory import (
 from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._frozen_head import FrozenHead
 from draftlab.drafters._unrolling import PickedRows, unroll
+from draftlab.drafters._weighing import (
+    Normalise,
+    PositionWeights,
+    check_position_weights,
+    weigh,
+)
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -61,6 +67,10 @@ class EagleSettings(DraftVocabSettings):
         fc_bias: a bias where embedding and feature are joined.
         hass_steps: depths trained, each on the head's own output; 1 is EAGLE-1, true features only.
         feature_weight: weight of the SmoothL1 distance to the target's next feature.
+        position_weights: decay weighs depth s by step_decay ** s; d_pace by how likely it is
+            reached.
+        step_decay: for position_weights=decay, None otherwise.
+        normalise: sequence gives every answer the same weight; token every token.
         objective: name of the loss between the laws, such as 0.1*forward_kl+top_k.
         feature_noise: half-width of uniform noise on the features while training.
     """
@@ -70,6 +80,9 @@ class EagleSettings(DraftVocabSettings):
     fc_bias: bool
     hass_steps: PositiveInt
     feature_weight: NonNegativeFloat
+    position_weights: PositionWeights
+    step_decay: float | None = Field(gt=0, le=1)
+    normalise: Normalise
     objective: str
     feature_noise: NonNegativeFloat
 
@@ -78,6 +91,11 @@ class EagleSettings(DraftVocabSettings):
     def _check_objective(cls, name: str) -> str:
         objective(name)
         return name
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> "EagleSettings":
+        check_position_weights(self.position_weights, self.step_decay, key="step_decay")
+        return self
 
 
 class Eagle(Drafter, kind="eagle", settings=EagleSettings):
@@ -98,6 +116,7 @@ class Eagle(Drafter, kind="eagle", settings=EagleSettings):
         """
         super().__init__()
         self.settings = self._choices = settings
+        self.averages_tokens = settings.normalise == "token"
         self.target = target
         self.vocab = vocab
         width = target.spec.hidden_size
@@ -143,10 +162,18 @@ class Eagle(Drafter, kind="eagle", settings=EagleSettings):
             batch,
             masks,
             lead=2,
-            step_decay=1.0,
             dtype=torch.promote_types(self.fc.weight.dtype, torch.float32),
         )
         hidden = predictions.take(states, rows.place)
+        predictions = weigh(
+            predictions,
+            batch,
+            hidden,
+            [self.head.rows],
+            self.head.ids,
+            decay=self._choices.step_decay,
+            normalise=self._choices.normalise,
+        )
         return self._compare(batch, features.final, predictions, hidden)
 
     def _compare(
@@ -161,7 +188,7 @@ class Eagle(Drafter, kind="eagle", settings=EagleSettings):
             predictions,
             hidden,
             self.head,
-            self.head.rows,
+            [self.head.rows],
             batch,
             final,
         )

@@ -30,6 +30,12 @@ from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._frozen_head import FrozenHead
 from draftlab.drafters._unrolling import PickedRows, unroll
 from draftlab.drafters._warm_start import final_norm_weight, start_layers
+from draftlab.drafters._weighing import (
+    Normalise,
+    PositionWeights,
+    check_position_weights,
+    weigh,
+)
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -64,8 +70,11 @@ class Eagle3Settings(DraftVocabSettings):
         norm_before_residual: the residual is taken after the norm of the hidden half.
         train_head: an LM head of its own, started from the target's rows.
         unroll_steps: depths trained.
-        step_decay: weight of a depth relative to the one before it.
-        objective: name of the loss.
+        position_weights: decay weighs depth s by step_decay ** s; d_pace by how likely it is
+            reached.
+        step_decay: for position_weights=decay, None otherwise.
+        normalise: sequence gives every answer the same weight; token every token.
+        objective: name of the loss, or a weighted sum of several.
         tap_noise: half-width of uniform noise on the taps while training.
         init_from_layer: 0-based target layer the head starts from; negative counts from the end.
         init_noise: half-width of the embedding half's uniform start, with `init_from_layer`.
@@ -80,7 +89,9 @@ class Eagle3Settings(DraftVocabSettings):
     norm_before_residual: bool
     train_head: bool
     unroll_steps: PositiveInt
-    step_decay: float = Field(gt=0, le=1)
+    position_weights: PositionWeights
+    step_decay: float | None = Field(gt=0, le=1)
+    normalise: Normalise
     objective: str
     tap_noise: NonNegativeFloat
     init_from_layer: int | None
@@ -92,6 +103,7 @@ class Eagle3Settings(DraftVocabSettings):
             raise ValueError("fc_norm and norm_before_fc exclude each other; set one to false")
         if self.tap_layers is not None and not self.tap_layers:
             raise ValueError("tap_layers=[]: expected at least one tap, or null for the default")
+        check_position_weights(self.position_weights, self.step_decay, key="step_decay")
         try:
             objective(self.objective)
         except ConfigError as error:
@@ -120,6 +132,7 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
         """
         super().__init__()
         self.settings = self._choices = settings
+        self.averages_tokens = settings.normalise == "token"
         self.target = target
         self.vocab = vocab
         spec = target.spec
@@ -169,7 +182,6 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
     def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
         """Unroll the head over its own output and compare every depth with the target.
 
-        A sequence's loss is the mean over its predictions, each weighted by step_decay ** depth.
         Rows that no depth learns from skip everything but the keys others look at.
         """
         assert features.taps is not None
@@ -192,18 +204,20 @@ class Eagle3(Drafter, kind="eagle3", settings=Eagle3Settings):
             batch,
             masks,
             lead=2,
-            step_decay=self._choices.step_decay,
             dtype=torch.promote_types(self.fc.weight.dtype, torch.float32),
         )
-        return score(
-            objective(self._choices.objective),
+        hidden, head = predictions.take(states, rows.place), self._target_head
+        predictions = weigh(
             predictions,
-            predictions.take(states, rows.place),
-            self._target_head,
-            self.lm_head,
             batch,
-            features.final,
+            hidden,
+            [self.lm_head],
+            head.ids,
+            decay=self._choices.step_decay,
+            normalise=self._choices.normalise,
         )
+        loss = objective(self._choices.objective)
+        return score(loss, predictions, hidden, head, [self.lm_head], batch, features.final)
 
     def _noisy(self, taps: Tensor, batch: TokenBatch, noise: Noise) -> Tensor:
         if not self.training or self._choices.tap_noise == 0:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._depth_scores import Predictions
+from draftlab.drafters._depth_scores import Predictions, score
 from draftlab.drafters._eagle_layer import EagleLayer, NewPositions, decode_layers
 from draftlab.drafters._eagle_memory import HeadMemory, close, observe, open_memory
 from draftlab.drafters._frozen_head import FrozenHead
@@ -39,9 +39,8 @@ from draftlab.drafters.base import (
 )
 from draftlab.drafters.layers import LayerSizes, Rope, fuse, rope_of, signed_sin
 from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
-from draftlab.drafters.vocab import DraftVocab, judged_rows
+from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
-from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.sampling import draw, greedy_ids, process
@@ -158,6 +157,7 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         self.target = target
         self.vocab = vocab
         self._objective = objective(settings.objective)
+        self.averages_tokens = settings.normalise == "token"
         self.max_draft_tokens = settings.num_heads
         width, count = target.spec.hidden_size, settings.num_heads
         self._head = FrozenHead.of(target, vocab)
@@ -199,11 +199,10 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
             batch,
             masks,
             lead=2,
-            step_decay=1.0,
             dtype=torch.promote_types(self._dtype, torch.float32),
         )
         states, places = self._states(batch, final.to(self._dtype), masks)
-        b, u = predictions.batch_rows, predictions.judges
+        b = predictions.batch_rows
         last = batch.input_ids.shape[1] - 1
         inner = []
         for k, source in enumerate(predictions.sources):
@@ -221,21 +220,7 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
             decay=self._choices.head_decay,
             normalise=self._choices.normalise,
         )
-        scores = chunked_scores(
-            self._objective,
-            hidden,
-            matrices,
-            target_final=final[b, u],
-            target_head=self.target.head,
-            labels=batch.input_ids[b, u + 1],
-            weights=predictions.weights,
-            vocab_ids=self._head.ids,
-            kept_head=self._head.kept,
-            judged=judged_rows(batch.positions[b, u]),
-        )
-        return DraftLoss(
-            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
-        )
+        return score(self._objective, predictions, hidden, self._head, matrices, batch, final)
 
     def _states(
         self, batch: TokenBatch, final: Float[Tensor, "B T D"], masks: Bool[Tensor, "K B T"]

@@ -19,9 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
+from draftlab.drafters._depth_scores import Predictions, score
+from draftlab.drafters._frozen_head import FrozenHead
 from draftlab.drafters._growth import best_static_tree, grow, num_levels, temperature_of
 from draftlab.drafters._static import AlreadyStatic
-from draftlab.drafters._unrolling import sequence_sums
+from draftlab.drafters._weighing import (
+    Normalise,
+    PositionWeights,
+    check_position_weights,
+    weigh,
+)
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -32,9 +39,8 @@ from draftlab.drafters.base import (
 )
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, StaticTree, chain_parents
-from draftlab.drafters.vocab import DraftVocab, judged_rows, kept_target_head
+from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
-from draftlab.objectives.chunked import chunked_scores
 from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.sampling import Sampling, SamplingRows, draw, greedy_ids, process
@@ -59,7 +65,10 @@ class MedusaSettings(DraftVocabSettings):
             of the target's.
         head_rank: rank of `low_rank`, None otherwise.
         objective: name of the per-token loss, as in draftlab.objectives.
-        head_decay: head k's loss counts head_decay ** k.
+        position_weights: decay weighs head k by head_decay ** k; d_pace by how likely it is
+            reached.
+        head_decay: for position_weights=decay, None otherwise.
+        normalise: sequence gives every answer the same weight; token every token.
     """
 
     num_heads: PositiveInt
@@ -67,7 +76,9 @@ class MedusaSettings(DraftVocabSettings):
     head: Literal["own", "tied", "low_rank"]
     head_rank: PositiveInt | None
     objective: str
-    head_decay: PositiveFloat
+    position_weights: PositionWeights
+    head_decay: PositiveFloat | None
+    normalise: Normalise
 
     @model_validator(mode="after")
     def _check_heads(self) -> "MedusaSettings":
@@ -81,6 +92,7 @@ class MedusaSettings(DraftVocabSettings):
                 f"head_rank={self.head_rank} with head={self.head}; expected a rank with "
                 "head=low_rank, and null otherwise"
             )
+        check_position_weights(self.position_weights, self.head_decay, key="head_decay")
         return self
 
 
@@ -123,7 +135,6 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
     rank_hits: Tensor
     # plain attributes: the target's weights are never parameters, never saved
     _tied_rows: Tensor | None
-    _kept_head: Tensor | None
 
     def __init__(
         self, settings: MedusaSettings, target: TargetView, vocab: DraftVocab | None = None
@@ -136,9 +147,9 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         self._objective = objective(settings.objective)
         self.max_draft_tokens = settings.num_heads
         width, count = target.spec.hidden_size, settings.num_heads
-        self._vocab_ids = None if vocab is None else vocab.ids.to(target.device)
-        rows = target.head_rows(self._vocab_ids)
-        self._kept_head = kept_target_head(target, vocab)
+        self._head = head = FrozenHead.of(target, vocab)
+        self._vocab_ids, rows = head.ids, head.rows
+        self.averages_tokens = settings.normalise == "token"
         self.blocks = nn.ModuleList(
             ResidualBlocks(width, settings.num_blocks) for _ in range(count)
         )
@@ -168,33 +179,24 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         """
         final = features.final
         assert final is not None, "`needs` asks for the final hidden state"
-        b, s = batch.shifted_mask(1).nonzero(as_tuple=True)  # rows whose next token is learned
-        depths = torch.arange(self._choices.num_heads, device=s.device).unsqueeze(1)
-        source = s - 1 - depths  # [K N]: the row that predicts it, head by head
-        inside = source.clamp_min(0)
-        counts = (source >= 0) & (batch.segment_ids[b, inside] == batch.segment_ids[b, s])
+        masks = [batch.shifted_mask(2 + k) for k in range(self._choices.num_heads)]
+        wide = torch.promote_types(_dtype_of(self.blocks), torch.float32)
+        predictions = Predictions.arrange(batch, torch.stack(masks), lead=2, dtype=wide)
+        rows = predictions.batch_rows
         hidden = torch.stack(
-            [self._into_head(k, final[b, where]) for k, where in enumerate(inside)]
+            [self._into_head(k, final[rows, t]) for k, t in enumerate(predictions.sources)]
         )
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weights = counts.to(wide) * self._choices.head_decay ** depths.to(wide)
-        sums = sequence_sums(batch.segment_ids, b, s, weights.sum(0))
-        scores = chunked_scores(
-            self._objective,
+        matrices, head = self._matrices, self._head
+        predictions = weigh(
+            predictions,
+            batch,
             hidden,
-            self._matrices,
-            target_final=final[b, s],
-            target_head=self.target.head,
-            labels=batch.input_ids[b, s + 1],
-            # a token that no head can predict is alone in a sample of nothing to learn: sum 0
-            weights=weights / sums.clamp_min(torch.finfo(wide).tiny),
-            vocab_ids=self._vocab_ids,
-            kept_head=self._kept_head,
-            judged=judged_rows(batch.positions[b, s]),
+            matrices,
+            head.ids,
+            decay=self._choices.head_decay,
+            normalise=self._choices.normalise,
         )
-        return DraftLoss(
-            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
-        )
+        return score(self._objective, predictions, hidden, head, matrices, batch, final)
 
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> MedusaState:
         """Make room for one hidden state a slot."""

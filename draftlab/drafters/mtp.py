@@ -125,6 +125,7 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
         self.target = target
         self.vocab = vocab
         self._objective = objective(settings.objective)
+        self.averages_tokens = settings.normalise == "token"
         self.sizes = sizes = LayerSizes.of(target.config, settings.intermediate_size)
         self.rope: Rope = rope_of(target, sizes.head_dim)
         width = target.spec.hidden_size
@@ -205,7 +206,6 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
             batch,
             masks,
             lead=2,
-            step_decay=1.0,
             dtype=torch.promote_types(self.eh_proj.weight.dtype, torch.float32),
         )
         hidden, head = predictions.take(states, rows.place), self._head
@@ -218,7 +218,7 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
             decay=self._choices.step_decay,
             normalise=self._choices.normalise,
         )
-        return score(self._objective, predictions, hidden, head, head.rows, batch, features.final)
+        return score(self._objective, predictions, hidden, head, [head.rows], batch, features.final)
 
     def _embedder(self, batch: TokenBatch) -> Callable[[Tensor], Tensor]:
         """Embed as position by position is right: at position 0, which depth 0 alone has, zeros."""

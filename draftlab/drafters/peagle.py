@@ -24,7 +24,9 @@ from draftlab.drafters._eagle_layer import EagleLayer
 from draftlab.drafters._frozen_head import FrozenHead
 from draftlab.drafters._one_pass import depth_of, propose_at_once
 from draftlab.drafters._peagle_memory import ParallelMemory
-from draftlab.drafters._unrolling import PickedRows, attend_unrolled, segment_mask
+from draftlab.drafters._spans import past_spans
+from draftlab.drafters._training_attention import attend_unrolled
+from draftlab.drafters._unrolling import PickedRows, everywhere
 from draftlab.drafters._weighing import (
     Normalise,
     PositionWeights,
@@ -134,6 +136,7 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         """
         super().__init__()
         self.settings = self._choices = settings
+        self.averages_tokens = settings.normalise == "token"
         self.target = target
         self.vocab = vocab
         self.max_draft_tokens = settings.num_depths
@@ -208,7 +211,6 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
             batch,
             masks,
             lead=2,
-            step_decay=1.0,
             dtype=torch.promote_types(states[0].dtype, torch.float32),
         )
         hidden = predictions.take(states, rows.place)
@@ -222,7 +224,7 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
             normalise=choices.normalise,
         )
         loss = objective(choices.objective)
-        return score(loss, predictions, hidden, head, head.rows, batch, features.final)
+        return score(loss, predictions, hidden, head, [head.rows], batch, features.final)
 
     def _sample_depths(
         self, batch: TokenBatch, noise: Noise
@@ -254,8 +256,8 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         self, batch: TokenBatch, hidden: Tensor, rows: PickedRows, widths: list[int]
     ) -> list[Float[Tensor, "B A D"]]:
         """Give the normed output of every depth, at the first `widths[depth]` rows."""
-        full = segment_mask(batch)
-        mask = full.gather(1, rows.index.unsqueeze(2).expand(-1, -1, full.shape[2]))
+        full = everywhere(batch)
+        spans = [past_spans(batch.segment_ids, rows.index[:, :width]) for width in widths]
         positions = rows.take(batch.positions)
         embedded, angles = self.embed(batch.shifted_ids(1)), self.angles(batch.positions)
         unknown, learned = self.embed_mask(), self.fuse_mask()
@@ -267,7 +269,7 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
             if i == len(self.layers) - 1:
                 x, residual = rows.take(x), rows.take(residual)
                 queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
-                mixed = attend_unrolled(queries, keys, values, mask, [])
+                mixed = attend_unrolled(queries, keys, values, spans[0], [])
             else:
                 mixed = attend_unrolled(layer.queries(x, *angles), keys, values, full, [])
             hidden = layer.finish(mixed, residual)
@@ -278,7 +280,7 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
                 own = [(k[:, :width], v[:, :width]) for k, v in own]
                 own.append(layer.keys_values(x, *turned))
                 queries = layer.queries(x, *turned)
-                mixed = attend_unrolled(queries, keys, values, mask[:, :width], own)
+                mixed = attend_unrolled(queries, keys, values, spans[depth], own)
                 states[depth] = layer.finish(mixed, residual)
         states[0] = hidden
         return [self.norm(state) for state in states]

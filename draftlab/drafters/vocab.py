@@ -17,6 +17,7 @@ from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.view import TargetView
 
+JUDGED_OF = 8  # predictions for each that is compared with the whole target law
 _LARGE_LOGIT = 1000.0
 _JUDGED_AT_ONCE = 64
 _LONG_TAIL = 0.95  # below, more than one token in twenty is a sure rejection
@@ -141,11 +142,11 @@ def kept_target_head(view: TargetView, vocab: DraftVocab | None) -> Float[Tensor
 
 
 def judged_rows(positions: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
-    """Choose the predictions that are compared with the whole target law: a fixed eighth.
+    """Choose the predictions that are compared with the whole target law: one of JUDGED_OF.
 
     By position in the sample, so the choice does not depend on packing or ranks.
     """
-    return positions % 8 == 0
+    return positions % JUDGED_OF == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ def rank_tokens(
     """
     width = max(len(output) for _, output in answers)
     with torch.inference_mode():
-        kv = open_rows(target, answers, spare=max(width, prefill_tokens))
+        kv, answers = open_rows(target, answers, spare=max(width, prefill_tokens))
         prefill_prompts(target, kv, answers, prefill_tokens)
         logits = run_at(target, kv, answers, range(len(answers)), 0, width=width)
         padded = [[*output, *[0] * (width - len(output))] for _, output in answers]

@@ -77,9 +77,9 @@ def _law_at(
 ) -> list[float]:
     """Give the narrow law of one place, its tokens fed as plain decoding does."""
     with torch.inference_mode():
-        kv = open_rows(target, [answer], spare=prefill_tokens)
-        prefill_prompts(target, kv, [answer], prefill_tokens)
-        logits = [run_at(target, kv, [answer], [0], t, width=1)[:, 0] for t in range(place + 1)][-1]
+        kv, rows = open_rows(target, [answer], spare=prefill_tokens)
+        prefill_prompts(target, kv, rows, prefill_tokens)
+        logits = [run_at(target, kv, rows, [0], t, width=1)[:, 0] for t in range(place + 1)][-1]
         context = None
         if sampling.reads_context:
             tracker = ContextTracker(1, sorted(target.spec.eos_ids), target.device)

@@ -16,16 +16,25 @@ from draftlab.targets.target import Target
 Answer = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def open_rows(target: Target, answers: Sequence[Answer], *, spare: int) -> KVBuffers:
+def open_rows(
+    target: Target, answers: Sequence[Answer], *, spare: int
+) -> tuple[KVBuffers, list[Answer]]:
     """Allocate memory for answers side by side.
 
     Args:
         target: the target.
         answers: (prompt, output) pairs.
         spare: tokens that right padding may write past a row's end.
+
+    Returns:
+        The memory, and the pairs as rows of it: a target with an encoder has read the prompts, and
+        its rows begin with its start token.
     """
     longest = max(len(prompt) + len(output) for prompt, output in answers)
-    return target.open_kv(len(answers), longest + spare)
+    kv = target.open_kv(len(answers), longest + spare)
+    slots, prompts = list(range(len(answers))), [list(prompt) for prompt, _ in answers]
+    starts = target.encode(kv, slots, prompts)
+    return kv, [(tuple(start), output) for start, (_, output) in zip(starts, answers, strict=True)]
 
 
 def prefill_prompts(

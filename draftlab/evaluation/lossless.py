@@ -162,7 +162,7 @@ def score_narrow(
         for row, (prompt, _) in enumerate(answers):
             tracker.enter(row, prompt)
     with torch.inference_mode():
-        kv = open_rows(target, answers, spare=prefill_tokens)
+        kv, answers = open_rows(target, answers, spare=prefill_tokens)
         prefill_prompts(target, kv, answers, prefill_tokens)
         for place in range(max(len(output) for _, output in answers)):
             rows = [r for r, (_, output) in enumerate(answers) if place < len(output)]
@@ -218,7 +218,7 @@ def measure_gap(
         for prompt, output in answers:
             answer = [(prompt, output[:_CALIBRATION_TOKENS])]
             length = len(answer[0][1])
-            kv = open_rows(target, answer, spare=max(width, prefill_tokens))
+            kv, answer = open_rows(target, answer, spare=max(width, prefill_tokens))
             prefill_prompts(target, kv, answer, prefill_tokens)
             narrow = torch.cat(
                 [run_at(target, kv, answer, [0], t, width=1)[0] for t in range(length)]

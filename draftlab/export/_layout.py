@@ -28,6 +28,7 @@ class Layout:
         limits: what a user must know before serving it.
         most_drafts: largest K, or None.
         options: further keys of --speculative-config.
+        overrides: keys that the target's config must have, for --hf-overrides.
     """
 
     method: str
@@ -39,6 +40,7 @@ class Layout:
     limits: Callable[[Mapping[str, Any], TargetView, int | None], list[str]]
     most_drafts: Callable[[Mapping[str, Any]], int | None]
     options: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 def no_limit(config: Mapping[str, Any]) -> None:

@@ -44,6 +44,7 @@ class Served:
         max_draft_tokens: largest K that can be served, or None.
         usage: markdown on other ways to load it; may be empty.
         options: further keys of --speculative-config.
+        overrides: keys that the target's config must have, for --hf-overrides.
     """
 
     architecture: str
@@ -54,6 +55,7 @@ class Served:
     max_draft_tokens: int | None
     usage: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,9 @@ def export_drafter(
             )
         form.check(part, target)
         served_name = settings.target_name_or_path or target.spec.name
-        command = serve_command(served_name, served.method, folder, depth, served.options)
+        command = serve_command(
+            served_name, served.method, folder, depth, served.options, served.overrides
+        )
         card = Card(
             title=folder.name if folder.name != form.name else f"{served.architecture} drafter",
             # a folder of this machine says nothing to other readers

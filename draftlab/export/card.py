@@ -40,7 +40,12 @@ class Card:
 
 
 def serve_command(
-    target: str, method: str, folder: Path, num_draft_tokens: int, options: Mapping[str, Any]
+    target: str,
+    method: str,
+    folder: Path,
+    num_draft_tokens: int,
+    options: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> str:
     """Give the shell command that serves a target with this drafter in vLLM."""
     # the method is always named: left out, it would be guessed from the folder's name
@@ -50,7 +55,10 @@ def serve_command(
         "num_speculative_tokens": num_draft_tokens,
         **options,
     }
-    words = ["vllm", "serve", target, "--speculative-config", json.dumps(config)]
+    words = ["vllm", "serve", target]
+    if overrides:
+        words += ["--hf-overrides", json.dumps(dict(overrides))]
+    words += ["--speculative-config", json.dumps(config)]
     return " ".join(shlex.quote(word) for word in words)
 
 

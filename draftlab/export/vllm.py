@@ -18,6 +18,7 @@ from draftlab.export._eagle import EAGLE
 from draftlab.export._eagle3 import EAGLE3
 from draftlab.export._layout import Layout
 from draftlab.export._medusa import MEDUSA
+from draftlab.export._mtp import MTP
 from draftlab.export._peagle import PEAGLE
 from draftlab.export.base import ExportFormat, Served
 from draftlab.export.table import (
@@ -36,6 +37,7 @@ _LAYOUTS: dict[str, Layout] = {
     "eagle": EAGLE,
     "eagle3": EAGLE3,
     "medusa": MEDUSA,
+    "mtp": MTP,
     "peagle": PEAGLE,
 }
 
@@ -60,6 +62,7 @@ class VllmFormat(ExportFormat, name="vllm"):
             limits=tuple(layout.limits(config, target, length)),
             max_draft_tokens=layout.most_drafts(config),
             options=layout.options,
+            overrides=layout.overrides,
         )
         config["draftlab"] = {
             "base_model": target.spec.name,

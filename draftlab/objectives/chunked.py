@@ -5,7 +5,8 @@ Full-vocabulary float32 logits of every depth are what runs out of memory first 
 the gradient of a chunk is taken while its logits are alive, and only gradients of hidden states and
 head weights are kept. The target's head runs once a row, whatever the number of depths; with a
 reduced draft vocabulary only its kept rows do, and the whole head judges a part of the rows: it
-would cost more than all else together, and only for the figures.
+would cost more than all else together, and only for the figures. A prediction of weight 0 meets
+neither head (pieces.py).
 
 Beside inputs, parameters and their gradients only one chunk is alive: gradients are added up in
 place, in float32 or wider, and heads of another dtype than the work's are cast a slice at a time.
@@ -21,6 +22,7 @@ import torch
 from draftlab.objectives.acceptance import overlap
 from draftlab.objectives.cross_entropy import cross_entropy
 from draftlab.objectives.named import Objective
+from draftlab.objectives.pieces import Chunk, Piece, cut_into_pieces
 from draftlab.objectives.rows import (
     LOG_OF_NOTHING,
     Teacher,
@@ -44,7 +46,7 @@ class DepthScores:
 
     Attributes:
         total: sum of weighted losses of all predictions; the only one with a gradient.
-        loss_sum: unweighted losses of predictions that count.
+        loss_sum: unweighted losses of predictions that count: those of a weight above 0.
         hit_sum: those whose argmax is the target's.
         overlap_sum: their sum_v min(p, q).
         count: how many count.
@@ -75,13 +77,14 @@ def chunked_scores(
 
     Args:
         objective: see named.py.
-        hidden: inputs of the draft head: what depth k knows when it predicts token n. Anything
-            finite where depth k has no such prediction.
+        hidden: inputs of the draft head: what depth k knows when it predicts token n. Not read
+            where the weight is 0.
         heads: draft head matrices, one for all depths or one a depth.
         target_final: the target's final hidden state that judges each token.
         target_head: final states to target logits; not differentiated.
         labels: data token (target id) to predict.
-        weights: weight of every loss in `total`; 0 where there is no prediction.
+        weights: weight of every loss in `total`, 0 or more; 0 where there is no prediction, which
+            costs nothing then.
         vocab_ids: target ids of the draft vocabulary, ascending; None when it is whole.
         kept_head: rows of the target's head for the draft vocabulary, where its logits are nothing
             but this product; None computes all of the target's logits.
@@ -95,13 +98,14 @@ def chunked_scores(
     if chunk_rows is None:
         reads = vocab_ids if kept_head is None else None  # whose logits are alive
         chunk_rows = _fitting_rows(heads[0].shape[0], reads, hidden.device.type)
-    plan = _Plan(
-        target_final, target_head, labels, vocab_ids, kept_head, judged, chunk_rows, _wide(hidden)
-    )
+    made = weights > 0
+    counts = made if judged is None else made & judged
+    chunks = cut_into_pieces(made, judged=judged, chunk_rows=chunk_rows, num_heads=len(heads))
+    needed, wide = counts.any(0), _wide(hidden)
+    plan = _Plan(target_final, target_head, labels, vocab_ids, kept_head, needed, chunks, wide)
     total, sums = _ChunkedLoss.apply(
         plan, objective, weights, torch.is_grad_enabled(), hidden, *heads
     )
-    counts = weights > 0 if judged is None else (weights > 0) & judged
     return DepthScores(total, sums[0], sums[1], sums[2], counts.sum(-1).to(sums.dtype))
 
 
@@ -136,17 +140,22 @@ def chunked_losses(
     if chunk_rows is None:
         reads = vocab_ids if kept_head is None else None  # whose logits are alive
         chunk_rows = _fitting_rows(heads[0].shape[0], reads, hidden.device.type)
-    none = None if kept_head is None else torch.zeros_like(labels, dtype=torch.bool)
-    wide = _wide(hidden)
-    plan = _Plan(target_final, target_head, labels, vocab_ids, kept_head, none, chunk_rows, wide)
+    none = torch.zeros_like(labels, dtype=torch.bool)
+    every = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    chunks = cut_into_pieces(every, judged=none, chunk_rows=chunk_rows, num_heads=len(heads))
+    wide, work = _wide(hidden), _work_dtype(hidden)
+    plan = _Plan(target_final, target_head, labels, vocab_ids, kept_head, none, chunks, wide)
     losses = hidden.new_zeros(hidden.shape[:2], dtype=wide)
-    work = _work_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        for part, teacher in plan.teachers(work):
-            for depth in range(hidden.shape[0]):
-                draft = _times_head(hidden[depth, part].to(work), _of_depth(heads, depth), wide)
-                losses[depth, part] = compute_losses(
-                    objective, teacher.log_probs, teacher.labels, draft.log_softmax(-1)
+        for chunk, teacher in plan.teachers(work):
+            for piece in chunk.pieces:
+                places = piece.depths, piece.tokens
+                draft = _times_head(hidden[places].to(work), heads[piece.head], wide)
+                losses[places] = compute_losses(
+                    objective,
+                    teacher.log_probs[piece.rows],
+                    teacher.labels[piece.rows],
+                    draft.log_softmax(-1),
                 )
     return losses
 
@@ -158,6 +167,7 @@ def chunked_label_probs(
     *,
     labels: Int[Tensor, " N"],
     vocab_ids: Int[Tensor, " C"] | None,
+    made: Bool[Tensor, "K N"] | None = None,
     chunk_rows: int | None = None,
 ) -> Float[Tensor, "K N"]:
     """Compute q of the data token at every prediction, without gradients; 0 where q has none.
@@ -167,19 +177,23 @@ def chunked_label_probs(
         heads: one for all depths or one a depth.
         labels: data token (target id) to predict.
         vocab_ids: target ids of the draft vocabulary; None when it is whole.
+        made: True where there is such a prediction; the others cost nothing and give 0. None is
+            everywhere.
         chunk_rows: tokens at a time.
     """
     columns = labels if vocab_ids is None else columns_of(labels, vocab_ids)
     rows = chunk_rows or 4 * _fitting_rows(heads[0].shape[0], None, hidden.device.type)
+    if made is None:
+        made = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     wide, work = _wide(hidden), _work_dtype(hidden)
     probs = hidden.new_zeros(hidden.shape[:2], dtype=wide)
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, labels.shape[0], rows):
-            part = slice(start, start + rows)
-            for depth in range(hidden.shape[0]):
-                draft = _times_head(hidden[depth, part].to(work), _of_depth(heads, depth), wide)
-                log_q = -cross_entropy(draft.log_softmax(-1), columns[part])
-                probs[depth, part] = log_q.exp().masked_fill(columns[part] < 0, 0.0)
+        for chunk in cut_into_pieces(made, judged=None, chunk_rows=rows, num_heads=len(heads)):
+            for piece in chunk.pieces:
+                places, wanted = (piece.depths, piece.tokens), columns[piece.tokens]
+                draft = _times_head(hidden[places].to(work), heads[piece.head], wide)
+                log_q = -cross_entropy(draft.log_softmax(-1), wanted)
+                probs[places] = log_q.exp().masked_fill(wanted < 0, 0.0)
     return probs
 
 
@@ -203,31 +217,32 @@ def _work_dtype(hidden: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The target's side of every chunk."""
+    """The target's side of every chunk; `judged` are the tokens that need its whole law."""
 
     target_final: Tensor
     target_head: Callable[[Tensor], Tensor]
     labels: Tensor
     vocab_ids: Tensor | None
     kept_head: Tensor | None
-    judged: Tensor | None
-    chunk_rows: int
+    judged: Tensor
+    chunks: list[Chunk]
     wide: torch.dtype
 
-    def teachers(self, work: torch.dtype) -> Iterator[tuple[slice, Teacher]]:
+    def teachers(self, work: torch.dtype) -> Iterator[tuple[Chunk, Teacher]]:
         """Give the target's law chunk by chunk; `top` and `log_mass` are for judged rows only."""
         if self.kept_head is None or self.vocab_ids is None:
-            for part in self._parts():
-                logits = self.target_head(self.target_final[part])
-                yield part, read_teacher(logits, self.labels[part], self.vocab_ids)
+            for chunk in self.chunks:
+                logits = self.target_head(self.target_final[chunk.tokens])
+                yield chunk, read_teacher(logits, self.labels[chunk.tokens], self.vocab_ids)
             return
         top, log_norm = self._judge()
         labels = columns_of(self.labels, self.vocab_ids)
-        for part in self._parts():
+        for chunk in self.chunks:
+            part = chunk.tokens
             kept = _times_head(self.target_final[part].to(work), self.kept_head, self.wide)
             log_mass = kept.logsumexp(-1, keepdim=True)
             yield (
-                part,
+                chunk,
                 Teacher(
                     log_probs=(kept - log_mass).clamp_min(LOG_OF_NOTHING),
                     log_mass=log_mass - log_norm[part].unsqueeze(1),
@@ -241,19 +256,11 @@ class _Plan:
         assert self.vocab_ids is not None
         top = torch.full_like(self.labels, -1)
         log_norm = torch.zeros_like(self.labels, dtype=self.wide)
-        if self.judged is None:
-            rows = torch.arange(self.labels.shape[0], device=self.labels.device)
-        else:
-            rows = self.judged.nonzero().squeeze(1)
-        for part in rows.split(_JUDGED_AT_ONCE):
+        for part in self.judged.nonzero().squeeze(1).split(_JUDGED_AT_ONCE):
             logits = self.target_head(self.target_final[part]).to(self.wide)
             top[part] = columns_of(logits.argmax(-1), self.vocab_ids)
             log_norm[part] = logits.logsumexp(-1)
         return top, log_norm
-
-    def _parts(self) -> Iterator[slice]:
-        for start in range(0, self.labels.shape[0], self.chunk_rows):
-            yield slice(start, start + self.chunk_rows)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -282,26 +289,25 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         sums = torch.zeros(3, hidden.shape[0], dtype=wide, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, teacher in plan.teachers(work):
-                judged = None if plan.judged is None else plan.judged[part]
-                for depth in range(hidden.shape[0]):
-                    rows, head = hidden[depth, part].to(work), _of_depth(heads, depth)
-                    weight = weights[depth, part]
+            for chunk, teacher in plan.teachers(work):
+                for piece in chunk.pieces:
+                    places, head = (piece.depths, piece.tokens), heads[piece.head]
+                    rows, log_p = hidden[places].to(work), teacher.log_probs[piece.rows]
                     draft = _times_head(rows, head, wide).requires_grad_(needs_any)
                     with torch.set_grad_enabled(needs_any):
                         log_q = draft.log_softmax(-1)
-                        losses = compute_losses(objective, teacher.log_probs, teacher.labels, log_q)
-                        loss = (losses * weight).sum()
+                        losses = compute_losses(objective, log_p, teacher.labels[piece.rows], log_q)
+                        loss = (losses * weights[places]).sum()
                     total += loss.detach()
-                    sums[:, depth] += _figures(
-                        teacher, log_q.detach(), losses.detach(), weight, judged
-                    )
+                    figures = _figures(piece, teacher, log_p, log_q.detach(), losses.detach())
+                    for depth, span in piece.spans:
+                        sums[:, depth] += figures[:, span].sum(1)
                     if not needs_any:
                         continue
                     grad = torch.autograd.grad(loss, draft)[0]
                     if hidden_grad is not None:
-                        hidden_grad[depth, part] = _back_to_rows(grad, head, work)
-                    if (head_grad := _of_depth(head_grads, depth)) is not None:
+                        hidden_grad[places] = _back_to_rows(grad, head, work).to(hidden.dtype)
+                    if (head_grad := head_grads[piece.head]) is not None:
                         _add_to_head(head_grad, grad, rows)
         ctx.gradients = [
             hidden_grad,
@@ -320,21 +326,13 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _figures(
-    teacher: Teacher, log_q: Tensor, losses: Tensor, weight: Tensor, judged: Tensor | None
+    piece: Piece, teacher: Teacher, log_p: Tensor, log_q: Tensor, losses: Tensor
 ) -> Tensor:
-    """Add up loss, hit and overlap of the judged predictions that count."""
-    log_p, log_mass, top = teacher.log_probs, teacher.log_mass, teacher.top
-    if judged is not None:
-        log_p, log_mass, top = log_p[judged], log_mass[judged], top[judged]
-        log_q, losses, weight = log_q[judged], losses[judged], weight[judged]
-    counts = (weight > 0).to(losses.dtype)
-    hits = log_q.argmax(-1) == top
-    kept = overlap(log_p + log_mass, log_q)
-    return torch.stack([(x * counts).sum() for x in (losses, hits, kept)])
-
-
-def _of_depth(items: Sequence[Any], depth: int) -> Any:
-    return items[depth if len(items) > 1 else 0]
+    """Give loss, hit and overlap of every judged prediction of a piece."""
+    log_q = log_q[piece.judged]
+    hits = log_q.argmax(-1) == teacher.top[piece.rows][piece.judged]
+    whole = log_p[piece.judged] + teacher.log_mass[piece.rows][piece.judged]
+    return torch.stack([losses[piece.judged], hits.to(losses.dtype), overlap(whole, log_q)])
 
 
 def _slices(head: Tensor, work: torch.dtype) -> Iterator[slice]:

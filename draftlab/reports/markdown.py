@@ -14,17 +14,17 @@ def render_markdown(given: ReportInput) -> str:
         _escape(page.subtitle),
         f"**{_escape(page.verdict.headline)}**",
         _list(page.verdict.lines),
-        _table(page.summary),
+        render_table(page.summary),
         "## By domain",
-        *[_table(table, level=3) for table in page.domains],
+        *[render_table(table, level=3) for table in page.domains],
         "## Acceptance",
-        _table(page.acceptance, level=3),
-        *([_table(page.speed)] if page.speed else []),
+        render_table(page.acceptance, level=3),
+        *([render_table(page.speed)] if page.speed else []),
         "## Losslessness",
         _list(page.lossless),
-        *([_table(page.defects, level=3)] if page.defects else []),
-        *[_table(table) for table in page.lengths],
-        *([_table(page.training)] if page.training else []),
+        *([render_table(page.defects, level=3)] if page.defects else []),
+        *[render_table(table) for table in page.lengths],
+        *([render_table(page.training)] if page.training else []),
         "## Conditions",
         _list([f"{name}: {value}" for name, value in page.conditions]),
         "## Not measured",
@@ -52,7 +52,8 @@ def _quote(name: str, text: str) -> str:
     return "\n".join(f"> {_escape(line)}" for line in [f"{name}:", *text.splitlines()])
 
 
-def _table(table: Table, level: int = 2) -> str:
+def render_table(table: Table, level: int = 2) -> str:
+    """Write one table under a heading of a level, its remarks below it."""
     lines = [f"{'#' * level} {_escape(table.title)}", ""]
     lines.append("| " + " | ".join(_escape(c) for c in table.columns) + " |")
     lines.append("|" + "---|" * len(table.columns))

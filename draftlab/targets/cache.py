@@ -42,6 +42,9 @@ class KVBuffers:
         self.data = self._storage.transpose(3, 4)
         self._flat = self._storage.view(num_layers, 2, -1, head_dim)
         self._heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
+        # views made once: cutting them out of the whole anew in every layer of every pass is slow
+        self._layers = [(layer[0], layer[1]) for layer in self._storage]
+        self._pairs = list(self._storage.view(num_layers, -1, head_dim))
 
     def flat_slots(
         self, rows: Int[Tensor, " R"], positions: Int[Tensor, "R T"]
@@ -62,6 +65,21 @@ class KVBuffers:
         self._flat[layer, 0].index_copy_(0, flat, keys.reshape(-1, width))
         self._flat[layer, 1].index_copy_(0, flat, values.reshape(-1, width))
 
+    def pair_slots(
+        self, rows: Int[Tensor, " R"], positions: Int[Tensor, "R T"]
+    ) -> Int[Tensor, " RTP"]:
+        """Give the flat index of (row, slot, key or value, head), for `write_pairs`."""
+        heads = self._heads.flatten()
+        kinds = torch.arange(2, device=heads.device).unsqueeze(1) * self.slots
+        places = (kinds + rows.view(-1, 1, 1)) * heads.shape[0] + heads
+        return (places.unsqueeze(1) * self.capacity + positions[..., None, None]).flatten()
+
+    def write_pairs(
+        self, layer: int, flat: Int[Tensor, " RTP"], pairs: Float[Tensor, "R T P Dh"]
+    ) -> None:
+        """Store new keys, and behind them values, of one layer in one copy."""
+        self._pairs[layer].index_copy_(0, flat, pairs.reshape(-1, pairs.shape[3]))
+
     def write_all(self, flat: Int[Tensor, " RHT"], both: Float[Tensor, "L 2 R H T Dh"]) -> None:
         """Store new keys and values of all layers at flat slots."""
         self._flat.index_copy_(2, flat, both.flatten(2, 4))
@@ -77,9 +95,12 @@ class KVBuffers:
             live: slots from 0 that attention may look at.
             is_prefix: True when `rows` is 0..R-1 in order: then these are views, not copies.
         """
-        both = self._storage[layer]
-        both = both[:, : rows.shape[0], :, :live] if is_prefix else both[:, rows, :, :live]
-        return both[0], both[1]
+        keys, values = self._layers[layer]
+        if not is_prefix:
+            return keys[rows, :, :live], values[rows, :, :live]
+        if rows.shape[0] != self.slots:
+            keys, values = keys.narrow(0, 0, rows.shape[0]), values.narrow(0, 0, rows.shape[0])
+        return keys.narrow(2, 0, live), values.narrow(2, 0, live)
 
     def compact(
         self,

@@ -1,10 +1,11 @@
 """The fast door: a forward pass of our own for Llama-type models, fused and packed.
 
 Same inputs and outputs as the transformers path (adapter.py), which stays the reference: at load
-the two are compared on taps and logits. Query, key and value projections are one product, gate and
-up are one product, residual additions ride on the product before them, and weights are packed for
-oneDNN on CPU. Serves Llama, Mistral, Qwen2 and Qwen3 dense models; other families keep the
-reference.
+the two are compared on taps and logits. Query, key and value projections are one product, residual
+additions and gates ride on the product before them, and weights are packed for oneDNN on CPU.
+Between two products the caches have been swept by weights, and every small operation starts cold:
+at one token a pass, what counts is how few there are. Serves Llama, Mistral, Qwen2 and Qwen3 dense
+models; other families keep the reference.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftlab.shapes import Float, Tensor
-from draftlab.targets.attention import attend, tile_mask
+from draftlab.targets.attention import tile_mask
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
-from draftlab.targets.packing import PackedLinear
+from draftlab.targets.packing import GatedLinear, PackedLinear
 from draftlab.targets.step import Step, StepOutput
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -63,7 +64,7 @@ def layer_windows(config: dict[str, Any]) -> list[int | None]:
 class _Layer:
     qkv: PackedLinear
     out: PackedLinear
-    gate_up: PackedLinear
+    gated: GatedLinear
     down: PackedLinear
     norm_in: Tensor
     norm_post: Tensor
@@ -86,9 +87,8 @@ class FastDoor:
             windows: sliding window of each layer in tokens, or None.
         """
         layers = list(model.get_submodule("model.layers").children())
-        self._layers = [_fuse(layer, w) for layer, w in zip(layers, windows, strict=True)]
         self._embedding = model.get_submodule("model.embed_tokens").get_parameter("weight")
-        self._norm = model.get_submodule("model.norm").get_parameter("weight")
+        self._norm = _double(model.get_submodule("model.norm").get_parameter("weight"))
         self._head = PackedLinear(model.get_submodule("lm_head").get_parameter("weight"), None)
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = model.get_submodule(
             "model.rotary_emb"
@@ -99,6 +99,10 @@ class FastDoor:
         self._head_dim = int(config["head_dim"])
         self._scale = self._head_dim**-0.5
         self._groups = self._heads // self._kv_heads
+        self._layers = [
+            _fuse(layer, window, self._kv_heads, self._head_dim)
+            for layer, window in zip(layers, windows, strict=True)
+        ]
 
     def forward(
         self, kv: KVBuffers, step: Step, request: FeatureRequest, wants_logits: bool
@@ -142,8 +146,7 @@ class FastDoor:
         attended = self._attend(layer, number, hidden, where.cos, where.sin, mask, where.write)
         hidden = layer.out.add_to(hidden, attended)
         normed = self._rms(hidden, layer.norm_post)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return layer.down.add_to(hidden, F.silu(gate).mul_(up))
+        return layer.down.add_to(hidden, layer.gated(normed))
 
     def _attend(
         self,
@@ -156,31 +159,49 @@ class FastDoor:
         write: "_Writer",
     ) -> Float[Tensor, "R T Da"]:
         r, t, _ = hidden.shape
-        heads, width = self._heads + self._kv_heads, self._head_dim
-        qkv = layer.qkv(self._rms(hidden, layer.norm_in)).view(r, t, -1, width)
-        both, values = qkv[:, :, :heads], qkv[:, :, heads:]
+        groups, kv_heads, width = self._groups, self._kv_heads, self._head_dim
+        x = layer.qkv(self._rms(hidden, layer.norm_in)).view(r, t, -1, width)
         if layer.q_norm is not None and layer.k_norm is not None:
-            both = torch.cat(
-                [
-                    self._rms(both[:, :, : self._heads], layer.q_norm),
-                    self._rms(both[:, :, self._heads :], layer.k_norm),
-                ],
-                dim=2,
-            )
-        # rotate_half(x) * sin == roll(x, Dh / 2) * (sin with its first half negated)
-        both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin)
-        keys, values = write(number, both[:, :, self._heads :], values)
-        query = both[:, :, : self._heads].transpose(1, 2)
-        return attend(query, keys, values, mask, scale=self._scale).reshape(r, t, -1)
+            query, keys, values = x.split((self._heads, kv_heads, kv_heads), dim=2)
+            query, keys = self._rms(query, layer.q_norm), self._rms(keys, layer.k_norm)
+            x = torch.cat((query, keys, values), dim=2)
+        # rotate_half(x) * sin == roll(x, Dh / 2) * (sin with its first half negated); values are
+        # turned by no angle, so that one copy stores them with the keys
+        x = torch.addcmul(x * cos, x.roll(width // 2, -1), sin)
+        keys, values = write(number, x.narrow(2, self._heads, 2 * kv_heads))
+        query = x.narrow(2, 0, self._heads)
+        if t == 1:
+            query = query.view(r, kv_heads, groups, width)
+        else:
+            query = query.transpose(1, 2).reshape(r, kv_heads, groups * t, width)
+        out = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=self._scale
+        ).transpose(1, 2)
+        if t > 1:
+            out = out.unflatten(1, (groups, t)).transpose(1, 2)
+        return out.reshape(r, t, -1)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+        """Normalise; the weight of a norm over the hidden width comes doubled on CPU."""
+        width = x.shape[-1]
+        if weight.shape[0] == width:
+            return F.rms_norm(x, (width,), weight, self._eps)
+        # [x, -x] has mean 0 and the mean square of x: the layer norm of it, one kernel where
+        # rms_norm is ten on CPU
+        both = torch.cat((x, -x), dim=-1)
+        return F.layer_norm(both, (2 * width,), weight, None, self._eps).narrow(-1, 0, width)
 
     def _rope_tables(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary(hidden, positions)
         half = self._head_dim // 2
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-        return cos.unsqueeze(2), signed.unsqueeze(2)
+        turned = (-1, -1, self._heads + self._kv_heads, -1)
+        still = (-1, -1, self._kv_heads, -1)
+        cos, signed = cos.unsqueeze(2), signed.unsqueeze(2)
+        return (
+            torch.cat((cos.expand(turned), torch.ones_like(cos).expand(still)), dim=2),
+            torch.cat((signed.expand(turned), torch.zeros_like(cos).expand(still)), dim=2),
+        )
 
     def _masks(self, step: Step) -> dict[int | None, Tensor | None]:
         # a single token of a single row that sees every slot up to its own needs no mask; reading
@@ -208,17 +229,15 @@ class _Writer:
         self._kv = kv
         self._rows = step.rows
         self._live = step.live
-        self._flat = kv.flat_slots(step.rows, step.slots)
+        self._flat = kv.pair_slots(step.rows, step.slots)
         is_prefix = step.is_prefix
         if is_prefix is None:
             in_order = torch.arange(step.rows.shape[0], device=step.rows.device)
             is_prefix = bool((step.rows == in_order).all())
         self._is_prefix = is_prefix
 
-    def __call__(
-        self, layer: int, keys: Float[Tensor, "R T H Dh"], values: Float[Tensor, "R T H Dh"]
-    ) -> tuple[Tensor, Tensor]:
-        self._kv.write(layer, self._flat, keys.transpose(1, 2), values.transpose(1, 2))
+    def __call__(self, layer: int, pairs: Float[Tensor, "R T P Dh"]) -> tuple[Tensor, Tensor]:
+        self._kv.write_pairs(layer, self._flat, pairs)
         return self._kv.read(layer, self._rows, self._live, is_prefix=self._is_prefix)
 
 
@@ -232,27 +251,33 @@ class _Where:
     write: _Writer
 
 
-def _fuse(layer: nn.Module, window: int | None) -> _Layer:
+def _fuse(layer: nn.Module, window: int | None, kv_heads: int, head_dim: int) -> _Layer:
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     parts = [attention.get_submodule(f"{name}_proj") for name in "qkv"]
     biases = [part.bias for part in parts if isinstance(part.bias, Tensor)]
     out = attention.get_submodule("o_proj")
     out_bias = out.bias if isinstance(out.bias, Tensor) else None
-    gate, up = (
-        mlp.get_submodule(f"{name}_proj").get_parameter("weight") for name in ("gate", "up")
-    )
+    # attention gives its heads in the order (group, key head): so do the columns that read them
+    columns = out.get_parameter("weight").unflatten(1, (kv_heads, -1, head_dim))
     norms = dict(attention.named_parameters())
     return _Layer(
         qkv=PackedLinear(
             torch.cat([part.get_parameter("weight") for part in parts]),
             torch.cat(biases) if biases else None,
         ),
-        out=PackedLinear(out.get_parameter("weight"), out_bias),
-        gate_up=PackedLinear(torch.cat((gate, up)), None),
+        out=PackedLinear(columns.transpose(1, 2).flatten(1), out_bias),
+        gated=GatedLinear(
+            *(mlp.get_submodule(f"{name}_proj").get_parameter("weight") for name in ("gate", "up"))
+        ),
         down=PackedLinear(mlp.get_submodule("down_proj").get_parameter("weight"), None),
-        norm_in=layer.get_submodule("input_layernorm").get_parameter("weight"),
-        norm_post=layer.get_submodule("post_attention_layernorm").get_parameter("weight"),
+        norm_in=_double(layer.get_submodule("input_layernorm").get_parameter("weight")),
+        norm_post=_double(layer.get_submodule("post_attention_layernorm").get_parameter("weight")),
         q_norm=norms.get("q_norm.weight"),
         k_norm=norms.get("k_norm.weight"),
         window=window,
     )
+
+
+def _double(weight: Float[Tensor, " D"]) -> Float[Tensor, " D2"]:
+    """Lay out a norm's weight for `FastDoor._rms`."""
+    return torch.cat((weight, weight)).detach() if weight.device.type == "cpu" else weight.detach()

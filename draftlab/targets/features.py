@@ -7,6 +7,8 @@ k < num_layers, and what vLLM calls auxiliary hidden state k.
 
 from dataclasses import dataclass
 
+import torch
+
 from draftlab.errors import ConfigError
 from draftlab.shapes import Float, Tensor
 
@@ -53,3 +55,11 @@ class TargetFeatures:
 
     taps: Float[Tensor, "B T L D"] | None
     final: Float[Tensor, "B T D"] | None
+
+    def to(self, device: torch.device) -> "TargetFeatures":
+        """Move to a device."""
+        taps, final = self.taps, self.final
+        return TargetFeatures(
+            taps=None if taps is None else taps.to(device),
+            final=None if final is None else final.to(device),
+        )

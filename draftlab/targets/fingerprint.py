@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from draftlab.shapes import Tensor
+from draftlab.targets.sharding import whole_tensor
 
 _SAMPLES = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,12 +19,13 @@ def fingerprint_weights(model: nn.Module) -> str:
 
     The sum is over the bits read as integers, so it is exact in any order and on any device; a
     weight that changes anywhere changes it. Much faster than hashing gigabytes. Weights of another
-    dtype are other weights.
+    dtype are other weights; weights cut over processes are the same ones, put together in turn.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} ".encode())
-        bits = weight.detach().contiguous().view(-1).view(_INTEGERS[weight.element_size()])
+        whole = whole_tensor(weight.detach())
+        bits = whole.contiguous().view(-1).view(_INTEGERS[weight.element_size()])
         digest.update(str(int(bits.sum(dtype=torch.int64))).encode())
         digest.update(_sample(bits).cpu().numpy().tobytes())
     return digest.hexdigest()

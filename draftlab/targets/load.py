@@ -28,6 +28,7 @@ from draftlab.targets.fast import FastDoor, refuse_fast_door
 from draftlab.targets.gguf import read_gguf
 from draftlab.targets.self_check import compare_doors
 from draftlab.targets.settings import TargetSettings
+from draftlab.targets.sharding import LayerShards, cut_layers, require_processes
 from draftlab.targets.target import Target, build_target
 from draftlab.targets.tiny import build_tiny_model, tiny_tokenizer
 
@@ -41,27 +42,39 @@ def resolve(settings: TargetSettings) -> TargetSettings:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_device(device)
+    check_device(device, "target.device")
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16(torch.device(device)) else "float32"
     return settings.model_copy(update={"device": device, "dtype": dtype})
 
 
-def load_target(settings: TargetSettings) -> Target:
+def load_target(settings: TargetSettings, *, is_sharded: bool = False) -> Target:
     """Load a target, freeze it and take it through the gate.
 
+    Args:
+        settings: which target, and where.
+        is_sharded: cut its layers over the processes, which all load it together.
+
     Raises:
-        ConfigError: a name, revision or device that does not exist.
+        ConfigError: a name, revision or device that does not exist; nothing to cut over.
         TargetMismatch: the tokenizer does not belong to the model.
-        UnsupportedTarget: a quantised, incomplete or exotic model.
+        UnsupportedTarget: a quantised, incomplete or exotic model, or one that cannot be cut.
     """
     settings = resolve(settings)
+    if is_sharded:
+        require_processes()
+        refuse_fast_shards(settings)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     with _without_progress_bars():
         model, tokenizer, name, quantisation = _read(settings, dtype)
     _refuse_packed(model, name)
-    nn.Module.to(model, settings.device)
+    shards = None
+    if is_sharded:
+        _refuse_encoder(model, name)
+        shards = cut_layers(model, torch.device(settings.device))
+    else:
+        nn.Module.to(model, settings.device)
     build = build_encoder_decoder if _has_encoder(model.config) else build_target
     target = build(
         model,
@@ -70,7 +83,10 @@ def load_target(settings: TargetSettings) -> Target:
         source=settings.source,
         quantisation=quantisation,
     )
-    choose_kernels(target, settings.kernels)
+    if shards is None:
+        choose_kernels(target, settings.kernels)
+    else:
+        _use_shards(target, shards)
     if commit := getattr(model.config, "_commit_hash", None):
         target.report["revision"] = commit
     return target
@@ -109,6 +125,45 @@ def choose_kernels(target: Target, kernels: str) -> None:
             "target.kernels=auto"
         )
     target.report["fast_refusal"] = refusal
+
+
+def refuse_fast_shards(settings: TargetSettings) -> None:
+    """Refuse fused kernels for a target whose layers are cut over processes.
+
+    Raises:
+        ConfigError: target.kernels=fast.
+    """
+    if settings.kernels == "fast":
+        raise ConfigError(
+            "target.kernels=fast keeps whole weights of its own, and hardware.shard cuts the "
+            "target's over processes; pass target.kernels=auto, or hardware.shard=none"
+        )
+
+
+def _refuse_encoder(model: PreTrainedModel, name: str) -> None:
+    if _has_encoder(model.config):
+        raise UnsupportedTarget(
+            f"target {name} is an encoder-decoder, whose layers draftlab does not cut over "
+            "processes; pass hardware.shard=none"
+        )
+
+
+def _use_shards(target: Target, shards: LayerShards) -> None:
+    """Note what cutting means for a target; refuse one that runs a pass a sample.
+
+    Raises:
+        UnsupportedTarget: its processes would run different numbers of passes.
+    """
+    if target.kv_shape is None:
+        raise UnsupportedTarget(
+            f"target {target.spec.name} cannot be cut over processes: each sample takes a pass of "
+            f"its own, since {target.speculation_refusal}; pass hardware.shard=none"
+        )
+    target.shards = shards
+    target.report["cut_over_processes"] = shards.num_processes
+    target.report["fast_refusal"] = (
+        f"its layers are cut over {shards.num_processes} processes, and fused weights are whole"
+    )
 
 
 def _read(settings: TargetSettings, dtype: torch.dtype) -> tuple[PreTrainedModel, Any, str, str]:
@@ -220,17 +275,24 @@ def _refuse_packed(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str, key: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        device: as settings name it.
+        key: the setting.
+
+    Raises:
+        ConfigError: no device at all, or one that torch does not see.
+    """
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise ConfigError(
-            f"target.device={device} is no device; expected auto, cpu, cuda or cuda:N"
-        ) from None
+        raise ConfigError(f"{key}={device} is no device; expected cpu, cuda or cuda:N") from None
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"target.device={device}, but torch sees {torch.cuda.device_count()} CUDA devices; "
-            "pass target.device=cpu or another index"
+            f"{key}={device}, but torch sees {torch.cuda.device_count()} CUDA devices; pass "
+            f"{key}=cpu or another index"
         )
 
 

@@ -3,10 +3,13 @@
 Read head and rope. Everything is read through the adapter's `Anatomy`, so no family is named here.
 """
 
+import copy
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftlab.errors import ConfigError, UnsupportedTarget
 from draftlab.shapes import Float, Int, Tensor
@@ -14,6 +17,7 @@ from draftlab.targets.adapter import HFDoor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.fast import FastDoor
 from draftlab.targets.raw_tensors import read_raw_tensors
+from draftlab.targets.sharding import whole_tensor
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step
 from draftlab.targets.view import TargetView
@@ -26,7 +30,7 @@ class ModelView(TargetView):
         spec: identity and sizes.
         tokenizer: the target's own.
         config: the decoder's sizes and switches, with the usual names filled in.
-        device: where the weights are.
+        device: where the weights are, or the copies of those that drafters read.
         dtype: of the weights.
     """
 
@@ -41,6 +45,35 @@ class ModelView(TargetView):
         weight = self._anatomy.head_weight
         self.device = weight.device
         self.dtype = weight.dtype
+
+    def on(self, device: torch.device) -> "ModelView":
+        """Give a view for drafters on another device, with copies there of what they compute with.
+
+        Copied are embedding, LM head, final norm and rotary table. The layers stay where they are:
+        their weights are copied when they are read, and no drafter runs them from there.
+        """
+        if device == self.device:
+            return self
+        old = self._anatomy
+        near = (old.embedding, old.head, old.norm, old.rotary)
+        together = nn.ModuleList(module for module in near if module is not None)
+        known: dict[int, Any] = {  # by which the copies hold moved tensors, tied ones once
+            id(weight): nn.Parameter(weight.detach().to(device), requires_grad=False)
+            for weight in together.parameters()
+        } | {id(buffer): buffer.to(device) for buffer in together.buffers()}
+        embedding, head, norm, rotary = copy.deepcopy(near, known)
+        far = copy.copy(self)
+        far.device = device
+        far._anatomy = replace(
+            old,
+            embedding=embedding,
+            head=head,
+            norm=norm,
+            rotary=rotary,
+            embedding_weight=embedding.get_parameter("weight"),
+            head_weight=head.get_parameter("weight"),
+        )
+        return far
 
     def embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
         """Embed token ids exactly as the target does (its scale included)."""
@@ -110,7 +143,10 @@ class ModelView(TargetView):
         """Give one decoder layer's weights by their names inside the layer, 0-based."""
         self._check_layers((layer,))
         module = self._anatomy.layers[layer]
-        return {name: weight.detach() for name, weight in module.named_parameters()}
+        return {
+            name: whole_tensor(weight.detach()).to(self.device)
+            for name, weight in module.named_parameters()
+        }
 
     def raw_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Read tensors of the checkpoint by the beginning of their names, as they are stored."""
@@ -124,9 +160,14 @@ class ModelView(TargetView):
         """Run new tokens through some decoder layers only, for self-speculation.
 
         Raises:
-            ConfigError: layers out of range or out of order.
+            ConfigError: layers out of range or out of order, or on another device.
         """
         self._check_layers(layers)
+        if kv.data.device != self.device:
+            raise ConfigError(
+                f"this drafter is on {self.device} and runs layers of a target on "
+                f"{kv.data.device}; pass hardware.drafter_device=null"
+            )
         with torch.inference_mode():
             return self._layer_runner.run_layers(kv, step, layers)
 

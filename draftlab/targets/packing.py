@@ -6,12 +6,22 @@ second copy of the weight. Where the operator is missing or the dtype is not ser
 computes with `F.linear`.
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from draftlab.shapes import Float, Tensor
 
 _PACKABLE = (torch.float32, torch.bfloat16)
+
+
+# overloads are named once: finding them anew at each of a pass's hundred calls takes its time
+_LINEAR: Any = None
+_LINEAR_AND: Any = None
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    _LINEAR = torch.ops.mkldnn._linear_pointwise.default
+    _LINEAR_AND = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class PackedLinear:
@@ -24,7 +34,7 @@ class PackedLinear:
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
         if can_pack(weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+            self._packed = _pack(weight)
             self._plain = None
 
     @property
@@ -37,7 +47,7 @@ class PackedLinear:
         if self._packed is None:
             assert self._plain is not None
             return F.linear(x, self._plain, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return _LINEAR(x, self._packed, self.bias, "none", [], "")
 
     def add_to(
         self, residual: Float[Tensor, "*N Do"], x: Float[Tensor, "*N D"]
@@ -45,9 +55,25 @@ class PackedLinear:
         """Compute residual + layer(x), in one kernel where packed."""
         if self._packed is None:
             return residual + self(x)
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self._packed, self.bias, "add"
+        return _LINEAR_AND(x, residual, self._packed, self.bias, "add")
+
+
+class GatedLinear:
+    """y = silu(x G^T) * (x U^T), the gate and the product riding on the matrices where packed."""
+
+    def __init__(self, gate: Float[Tensor, "N D"], up: Float[Tensor, "N D"]) -> None:
+        """Pack both, or join them into one product where packing is not possible."""
+        self._joined = None if can_pack(gate) else torch.cat((gate, up))
+        self._gate, self._up = (
+            (None, None) if self._joined is not None else (_pack(gate), _pack(up))
         )
+
+    def __call__(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N Do"]:
+        """Apply both and multiply."""
+        if self._joined is not None:
+            gate, up = F.linear(x, self._joined).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+        return _LINEAR_AND(x, _LINEAR(x, self._gate, None, "swish", [], ""), self._up, None, "mul")
 
 
 def can_pack(weight: Float[Tensor, "N D"]) -> bool:
@@ -59,3 +85,7 @@ def can_pack(weight: Float[Tensor, "N D"]) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def _pack(weight: Float[Tensor, "N D"]) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())

@@ -228,14 +228,14 @@ def _is_row_invariant(door: Door, kv: KVBuffers, prompts: list[Tensor]) -> bool:
         step = Step(rows, ids[rows, start:stop], base, stop)
         return _given(door.forward(kv, step, _NO_FEATURES, True).logits)
 
-    for count in (1, len(prompts)):
+    is_equal = True
+    for count in (1, len(prompts)):  # however one ends: processes may have to run as many passes
         rows = torch.arange(count, device=device)
         logits(rows, 0, 6)
         wide = logits(rows, 6, 11)
         narrow = torch.cat([logits(rows, t, t + 1) for t in range(6, 11)], dim=1)
-        if not torch.equal(wide, narrow):
-            return False
-    return True
+        is_equal &= torch.equal(wide, narrow)
+    return is_equal
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float:

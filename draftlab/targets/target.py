@@ -4,7 +4,8 @@ Read Target.run, then Target.read_features. How a pass is computed stands behind
 reference door is transformers' own modules (adapter.py).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -19,8 +20,11 @@ from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.fingerprint import fingerprint_tokenizer, fingerprint_weights
 from draftlab.targets.gate import Admission, admit
 from draftlab.targets.model_view import ModelView
+from draftlab.targets.sharding import LayerShards
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step, StepOutput
+
+T = TypeVar("T")
 
 
 class Target:
@@ -29,6 +33,7 @@ class Target:
     Attributes:
         spec: identity and sizes.
         view: what drafters may use of it.
+        drafter_view: the same, on the device that drafters live on.
         tokenizer: the model's own.
         config: the decoder's sizes and switches as plain data.
         device: where the weights are.
@@ -40,6 +45,8 @@ class Target:
         reference: the way through transformers' own modules.
         door: the way passes take.
         kv_shape: key heads and head width of our memory; None where it cannot be used.
+        shards: of the layers, where they are cut over processes; see sharding.py for what that asks
+            of the processes.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Target:
         self.tokenizer = tokenizer
         self.spec = spec
         self.view = view
+        self.drafter_view = view
         self.config = view.config
         self.device = view.device
         self.dtype = view.dtype
@@ -75,6 +83,7 @@ class Target:
         self.report: dict[str, Any] = dict(admission.report)
         self.reference = reference
         self.kv_shape = admission.kv_shape
+        self.shards: LayerShards | None = None
         self.use_door(door or reference)
 
     def use_door(self, door: Door) -> None:
@@ -82,6 +91,31 @@ class Target:
         self.door = door
         self.view.run_layers_through(door if isinstance(door, FastDoor) else self.reference)
         self.report["kernels"] = door.name
+
+    def place_drafters(self, device: torch.device) -> None:
+        """Let drafters that are built or loaded from now on live on another device."""
+        self.drafter_view = self.view.on(device)
+
+    def run_on_first(self, action: Callable[[], T], *, is_first: bool) -> T | None:
+        """Let the first process do something with this target; all processes come here.
+
+        Where layers are cut over them, the others take part in its passes; else they go on at once.
+
+        Args:
+            action: runs passes, any number.
+            is_first: this is the first process.
+
+        Returns:
+            What the action gave, in the first process; None in the others.
+        """
+        if self.shards is not None:
+            return self.shards.run_on_first(action)
+        return action() if is_first else None
+
+    def skip_pass(self) -> None:
+        """Run no pass while the other processes run one each; they may need this one's shards."""
+        if self.shards is not None:
+            self.shards.join()
 
     def open_kv(self, slots: int, capacity: int) -> KVBuffers:
         """Allocate memory for `slots` sequences of at most `capacity` tokens.

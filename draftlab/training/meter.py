@@ -24,7 +24,9 @@ class Meter:
         if loss is None:
             return
         sums = torch.stack([loss.loss_sum, loss.hit_sum, loss.overlap_sum, loss.count])
-        flat = torch.cat([loss.total.reshape(1), sums.flatten()]).detach().to(torch.float64)
+        weight = loss.total.new_zeros(()) if loss.weight is None else loss.weight
+        flat = torch.cat([torch.stack([loss.total, weight.to(loss.total)]), sums.flatten()])
+        flat = flat.detach().to(torch.float64)
         self._sums = flat if self._sums is None else self._sums + flat
 
     def add_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
@@ -44,13 +46,14 @@ class Meter:
         """Give the means since the last reading, the same on every process, and start anew."""
         sums = self._reduced()
         numbers = {
-            "train/loss": float(sums[0]) / max(1, self._sequences),
+            # a mean over predictions where these have weights, else over sequences
+            "train/loss": float(sums[0]) / (float(sums[1]) or max(1, self._sequences)),
             "train/tokens_per_s": self._tokens / max(self._seconds, 1e-9),
             "train/sequences_per_s": self._sequences / max(self._seconds, 1e-9),
             "time/step_s": self._seconds / max(1, self._steps),
             "memory/peak_bytes": float(_peak_bytes(self._device)),
         }
-        per_depth = sums[1:].reshape(4, -1).tolist()
+        per_depth = sums[2:].reshape(4, -1).tolist()
         for k, (loss, hits, overlap, count) in enumerate(zip(*per_depth, strict=True), start=1):
             if count:
                 numbers[f"train/loss_{k}"] = loss / count
@@ -60,7 +63,7 @@ class Meter:
         return numbers
 
     def _reduced(self) -> Float[Tensor, " N"]:
-        own = torch.zeros(1, dtype=torch.float64, device=self._device)
+        own = torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._sums is not None:
             own = self._sums
         if self._num_processes > 1:

@@ -11,6 +11,9 @@ An LM head or embedding is told by its module (`nn.Embedding`), by its name (`lm
 `embed_tokens`) or by a side as long as the target's or the draft vocabulary.
 
 Weight decay holds for weights of two or more dimensions, embeddings excepted.
+
+Adapters are moved by AdamW alone: Muon makes all directions of a matrix's update equally long, and
+an adapter's matrix is a product of two thin ones.
 """
 
 from collections.abc import Sequence
@@ -43,7 +46,13 @@ def trainable_parameters(drafter: Drafter) -> dict[str, nn.Parameter]:
 
 
 def build_optimizers(drafter: Drafter, settings: OptimSettings) -> list[Optimizer]:
-    """Build one optimizer, or Muon and AdamW side by side; groups remember their peak rate."""
+    """Build one optimizer, or Muon and AdamW side by side; groups remember their peak rate.
+
+    Raises:
+        ConfigError: Muon for adapters.
+    """
+    if drafter.adapter is not None:
+        check_adapter_optimizer(settings)
     named = trainable_parameters(drafter)
     embeddings = _embedding_names(drafter)
     vocabularies = _vocabulary_sizes(drafter)
@@ -81,6 +90,20 @@ def build_optimizers(drafter: Drafter, settings: OptimSettings) -> list[Optimize
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def check_adapter_optimizer(settings: OptimSettings) -> None:
+    """Refuse settings that could not take effect on adapters.
+
+    Raises:
+        ConfigError: with what to pass.
+    """
+    if settings.kind == "muon":
+        raise ConfigError(
+            f"optim.kind=muon moves whole matrices, and adapters have none: AdamW moves both of "
+            f"their factors, so optim.lr={settings.lr:g} of muon would have no effect; pass "
+            "optim=adamw"
+        )
 
 
 def set_lr(optimizers: Sequence[Optimizer], factor: float) -> None:

@@ -36,6 +36,7 @@ class TrainingPlan:
         step_rows: rows of an optimizer step over all processes and batches; how they are cut into
             processes and batches may change.
         total_steps: optimizer steps.
+        adapter: what is trained beside which base, in words; None without adapters.
     """
 
     drafter: dict[str, Any]
@@ -46,6 +47,7 @@ class TrainingPlan:
     seed: int
     step_rows: int
     total_steps: int
+    adapter: str | None = None
 
     def write(self, folder: Path) -> None:
         """Write plan.json as a whole."""

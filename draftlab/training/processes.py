@@ -23,11 +23,11 @@ def start_accelerator(device: torch.device, precision: str) -> Accelerator:
     """Join the processes that train together.
 
     Args:
-        device: where the target is, and the drafter will be.
+        device: where the drafter is trained.
         precision: no or bf16.
 
     Raises:
-        ConfigError: sharded training, or a target on a device of another process.
+        ConfigError: sharded training, or a device of another process.
     """
     # one process may train several times, each with its own precision
     AcceleratorState._reset_state()
@@ -48,8 +48,8 @@ def start_accelerator(device: torch.device, precision: str) -> Accelerator:
         )
     if _place(device) != _place(accelerator.device):
         raise ConfigError(
-            f"the target is on {device}, but this process trains on {accelerator.device}; load "
-            "the target on the process's own device"
+            f"the drafter belongs on {device}, but this process trains on {accelerator.device}; "
+            "load the target on the process's own device"
         )
     return accelerator
 

@@ -80,11 +80,11 @@ class TrainingRows:
         Raises:
             DataError: captured features lack something that is needed.
         """
-        if not needs.tap_layers and not needs.wants_final:
+        if not _reads_anything(needs):
             return TargetFeatures(None, None)
         if self._captured is None:
             with torch.no_grad():
-                return target.read_features(batch, needs)
+                return target.read_features(batch, needs).to(batch.input_ids.device)
         packed = self._pick(rows)
         filled = [row for row in packed if row.samples]
         taps, final = collate_features(filled, batch.input_ids.shape[1])
@@ -95,6 +95,11 @@ class TrainingRows:
             _finish(_select(taps, self._captured, needs), num_empty, place),
             _finish(final if needs.wants_final else None, num_empty, place),
         )
+
+    def skip_features(self, needs: FeatureRequest, target: Target) -> None:
+        """Stand by where `features` of the other processes may run a pass of the target."""
+        if self._captured is None and _reads_anything(needs):
+            target.skip_pass()
 
     def check_captured(self, needs: FeatureRequest) -> None:
         """Refuse captured features that lack something a drafter needs.
@@ -113,6 +118,10 @@ class TrainingRows:
 
     def _pick(self, rows: Sequence[int | None]) -> list[PackedRow]:
         return [_EMPTY if row is None else self._rows[row] for row in rows]
+
+
+def _reads_anything(needs: FeatureRequest) -> bool:
+    return bool(needs.tap_layers) or needs.wants_final
 
 
 def _width(packed: Sequence[PackedRow]) -> int:

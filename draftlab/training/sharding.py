@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftlab.shapes import Float, Int, Tensor
+from draftlab.targets.sharding import whole_tensor
 from draftlab.training.loss import DrafterLoss
 
 
@@ -26,13 +27,6 @@ def shard_loss(loss: DrafterLoss, device: torch.device) -> FSDPModule:
     """Cut the drafter inside over all processes; its parameters are replaced by their shards."""
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     return fully_shard(loss, mesh=mesh)
-
-
-def whole_tensor(
-    tensor: Float[Tensor, "*S"] | Int[Tensor, "*S"],
-) -> Float[Tensor, "*S"] | Int[Tensor, "*S"]:
-    """Put shards together, in all processes at once; a tensor that is whole stays itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_like(

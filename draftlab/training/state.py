@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from draftlab.drafters.base import Drafter
 from draftlab.errors import CheckpointError
 from draftlab.shapes import Tensor
-from draftlab.training.sharding import cut_like, whole_tensor
+from draftlab.targets.sharding import whole_tensor
+from draftlab.training.sharding import cut_like
 
 
 @dataclass(frozen=True, slots=True)

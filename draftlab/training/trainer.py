@@ -4,10 +4,10 @@ In: a drafter, its target, packed rows. Out: checkpoints, numbers, and the best 
 acceptance length that the caller measures. Read `Trainer.run` first.
 
 What a step computes does not depend on how its rows are cut into processes and batches: the loss
-is the sum over the step's sequences divided by their number, over all processes (case O-22), the
-learning rate follows optimizer steps (O-23), and noise is keyed by sample. Everything that a step
-depends on is in the checkpoint or a function of (seed, step), so a killed run goes on bit for bit
-(O-20).
+is the sum over the step's sequences divided by their number, over all processes (case O-22), or,
+where a drafter averages tokens, over its predictions divided by their weight; the learning rate
+follows optimizer steps (O-23), and noise is keyed by sample. Everything that a step depends on is
+in the checkpoint or a function of (seed, step), so a killed run goes on bit for bit (O-20).
 """
 
 import logging
@@ -23,11 +23,13 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from draftlab.drafters.adapters import merged
 from draftlab.drafters.base import Drafter
 from draftlab.drafters.store import save_drafter
 from draftlab.errors import CheckpointError, ConfigError, DraftlabError
 from draftlab.randomness import Noise
 from draftlab.shapes import Tensor
+from draftlab.targets.sharding import whole_tensor
 from draftlab.targets.target import Target
 from draftlab.training.averaging import WeightAverage
 from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state, write_state
@@ -42,12 +44,7 @@ from draftlab.training.rows import TrainingRows
 from draftlab.training.sampler import RowOrder
 from draftlab.training.schedule import lr_factor
 from draftlab.training.settings import OptimSettings, TrainSettings
-from draftlab.training.sharding import (
-    gather_weights,
-    shard_loss,
-    weights_in_place,
-    whole_tensor,
-)
+from draftlab.training.sharding import gather_weights, shard_loss, weights_in_place
 from draftlab.training.state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -105,7 +102,8 @@ class Trainer:
         """Check everything that can be checked before the first step.
 
         Args:
-            drafter: trained in place; its weights become float32 at least.
+            drafter: trained in place; its weights become float32 at least. With adapters, those
+                alone are trained, averaged and saved, and it is probed with them merged.
             target: frozen; never prepared, never given to an optimizer.
             rows: packed rows.
             optim: how weights move.
@@ -147,7 +145,7 @@ class Trainer:
         self._folder = CheckpointFolder(folder)
         self._resume_from = self._choose_checkpoint(resume_from)
 
-        self.accelerator = start_accelerator(target.device, train.precision)
+        self.accelerator = start_accelerator(drafter.target.device, train.precision)
         drafter.to(self.accelerator.device)
         _keep_float32(drafter)
         if train.gradient_checkpointing:
@@ -241,13 +239,19 @@ class Trainer:
         scale = self.accelerator.num_processes / max(1, num_sequences)
         noise = Noise(self.seed, self._order.epoch(step))
         batches = self._order.batches(step, self.accelerator.process_index)
+        weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for number, batch_rows in enumerate(batches, start=1):
             is_last = number == len(batches)
             with self._syncing(is_last):
                 total, loss = self._forward(batch_rows, noise)
                 self.accelerator.backward(total * scale)
+            if self.drafter.averages_tokens and loss is not None:
+                assert loss.weight is not None, "a drafter that averages tokens weighs every loss"
+                weight += loss.weight.detach()
             if meter is not None:
                 meter.add_batch(loss)
+        if self.drafter.averages_tokens:
+            self._average_tokens(weight, num_sequences)
         limit = math.inf if self.optim.clip_norm is None else self.optim.clip_norm
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         grad_norm = float(whole_tensor(norm))  # the one wait for the device in a step
@@ -269,12 +273,28 @@ class Trainer:
             )
         return grad_norm
 
+    def _average_tokens(self, weight: Tensor, num_sequences: int) -> None:
+        """Turn the gradient of a mean over sequences into that of a mean over predictions.
+
+        How much these weigh is known when all batches of all processes are done, and not before:
+        it may hang on what was sampled, or on the drafter's own law.
+        """
+        if self.accelerator.num_processes > 1:
+            distributed.all_reduce(weight)
+        total = float(weight)
+        if total > 0:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(max(1, num_sequences) / total)
+
     def _forward(self, rows: list[int | None], noise: Noise) -> Any:
         batch = self.rows.tokens(rows).to(self.accelerator.device)
         learns = any(row is not None and self.rows.num_sequences[row] for row in rows)
-        features = (
-            self.rows.features(rows, batch, self.drafter.needs, self.target) if learns else None
-        )
+        needs, features = self.drafter.needs, None
+        if learns:
+            features = self.rows.features(rows, batch, needs, self.target)
+        else:
+            self.rows.skip_features(needs, self.target)
         with self.accelerator.autocast() if self._is_sharded else nullcontext():
             return self._loss(batch, features, noise)
 
@@ -315,6 +335,7 @@ class Trainer:
             seed=self.seed,
             step_rows=self._order.step_rows,
             total_steps=steps or 0,
+            adapter=None if self.drafter.adapter is None else self.drafter.adapter.describe(),
         )
         if is_resumed and (self._folder.root / "plan.json").is_file():
             return plan.resume(self._folder.root), True
@@ -369,7 +390,7 @@ class Trainer:
         is_main = self.accelerator.is_main_process
         with nullcontext() if self._average is None else self._average.in_place():
             whole = gather_weights(self.drafter, is_kept=is_main)
-        is_best = is_main and self._probe(step, whole)
+        is_best = bool(self.target.run_on_first(lambda: self._probe(step, whole), is_first=is_main))
         tensors = self._state().tensors()  # after the probe, which may count into buffers
         if is_main:
             self._write(step, whole, tensors, is_best=is_best)
@@ -388,7 +409,7 @@ class Trainer:
         if self._on_checkpoint is None or not self._probes_at(step):
             return False
         self.drafter.eval()
-        with self._served(whole):
+        with self._served(whole), merged(self.drafter):
             numbers = self._on_checkpoint(step, self.drafter)
         self.drafter.train()
         if not numbers:

@@ -22,6 +22,8 @@ class Answer:
     def __init__(self, ids): self.outputs = [Out(ids)]
 class LLM:
     def __init__(self, **given):
+        if not given["enforce_eager"] and "COMPILER_LESS" in os.environ:
+            raise RuntimeError("no C++ compiler")
         assert given["dtype"] == "float32" and os.path.isfile(given["model"] + "/config.json")
         self.given = given
     def generate(self, prompts, limits, use_tqdm):
@@ -60,16 +62,41 @@ def test_every_arm_has_a_line_and_the_json_says_the_same(capsys, tmp_path, fake_
     assert lines["vllm"]["num_identical_to_draftlab"] == 0
 
 
+def test_vllm_says_how_it_ran(capsys, tmp_path, fake_vllm, monkeypatch):
+    monkeypatch.setenv("SERVING_PYTHON", fake_vllm)
+    monkeypatch.setenv("COMPILER_LESS", "1")
+    assert main([*SMALL, f"bench.out={tmp_path / 'b.json'}", "target.dtype=float32"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "vLLM 0 (vllm eager, vllm ngram eager; n-gram drafting K=5" in out
+    assert "vLLM: left out" not in out
+
+
+def test_what_vllm_fails_with_is_told_beside_the_other_arms(
+    capsys, tmp_path, fake_vllm, monkeypatch
+):
+    monkeypatch.setenv("SERVING_PYTHON", fake_vllm)
+    # the stand-in takes float32 alone
+    assert main([*SMALL, f"bench.out={tmp_path / 'b.json'}", "target.dtype=bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "failed and is left out: AssertionError" in out
+    assert "\n draftlab ngram " in out
+
+
 def test_a_python_without_vllm_is_one_line_and_named_ones_are_checked(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("SERVING_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)
     told = find_vllm("")
     assert isinstance(told, str)
     assert "bench.vllm_python=PATH" in told
+    assert "SERVING_PYTHON" in told
     with pytest.raises(ConfigError, match="no such file"):
         find_vllm(str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="has no vllm installed"):
         find_vllm(sys.executable)
+    monkeypatch.setenv("SERVING_PYTHON", sys.executable)
+    with pytest.raises(ConfigError, match=r"SERVING_PYTHON=.*has no vllm installed"):
+        find_vllm("")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from draftlab.cli.hardware import (
     apply_hardware,
     launcher_command,
     launcher_environment,
+    place_drafters,
 )
 from draftlab.errors import ConfigError
 from draftlab.settings.base import parse_settings
+from draftlab.targets.tiny import tiny_target
 
 
 def hardware_of(kind, processes, threads=None, **changes):
-    plain = {"shard": "none", "accelerate_config": None}
+    plain = {"shard": "none", "drafter_device": None, "accelerate_config": None}
     data = {"kind": kind, "num_processes": processes, "threads": threads, **plain, **changes}
     return parse_settings(HardwareSettings, data)
 
@@ -61,9 +63,46 @@ def test_launched_cpu_processes_see_no_device():
     assert environment["ACCELERATE_USE_CPU"] == "true"
 
 
-def test_cutting_over_one_process_is_refused():
+@pytest.mark.parametrize("shard", ["drafter", "target", "both"])
+def test_cutting_over_one_process_is_refused(shard):
     with pytest.raises(ConfigError, match=r"hardware\.num_processes=1 is one"):
-        cpu(1, shard="drafter")
+        cpu(1, shard=shard)
+
+
+def test_what_is_cut_is_the_drafter_the_target_or_both():
+    cut = {s: cpu(2, shard=s) for s in ("none", "drafter", "target", "both")}
+    assert {s: (h.cuts_drafter, h.cuts_target) for s, h in cut.items()} == {
+        "none": (False, False),
+        "drafter": (True, False),
+        "target": (False, True),
+        "both": (True, True),
+    }
+
+
+def test_a_device_for_the_drafter_is_for_one_process():
+    with pytest.raises(ConfigError, match="is for one process, not 2"):
+        cpu(2, drafter_device="cuda:1")
+
+
+def test_a_device_for_the_drafter_that_nothing_goes_to_is_refused():
+    with pytest.raises(ConfigError, match="has no effect on this command"):
+        apply_hardware(cpu(1, drafter_device="cuda:1"))
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cpu", "is where the target is"), ("cuda:7", "torch sees 0"), ("tpu?", "is no device")],
+)
+def test_a_device_for_the_drafter_must_be_there_and_another_one(monkeypatch, device, message):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=message):
+        place_drafters(tiny_target(), cpu(1, drafter_device=device))
+
+
+def test_a_drafter_without_a_device_of_its_own_is_with_the_target():
+    target = tiny_target()
+    place_drafters(target, cpu(1))
+    assert target.drafter_view is target.view
 
 
 def test_a_launcher_file_for_one_process_is_refused():

@@ -51,7 +51,6 @@ VARIANTS = {
         "position_weights": "d_pace",
         "step_decay": None,
     },
-    "draft_model-lora": {"trainable": "lora", "lora_rank": 4, "lora_alpha": 8},
 }
 KINDS = drafter_kinds()
 CASES = sorted({*KINDS, *VARIANTS, *TOYS})
@@ -76,7 +75,7 @@ def make(case, target):
     settings = settings_of(case)
     counts = torch.arange(target.spec.vocab_size)
     reduced = isinstance(settings, DraftVocabSettings) and settings.draft_vocab_size is not None
-    drafter = build_drafter(settings, target.view, counts if reduced else None)
+    drafter = build_drafter(settings, target.drafter_view, counts if reduced else None)
     return drafter.to(target.dtype).eval()
 
 

@@ -100,9 +100,9 @@ def small_model_as_drafter(family, target, folder):
         "revision": None,
         "layers": None,
         "trainable": "all",
-        "lora_rank": None,
-        "lora_alpha": None,
         "objective": "forward_kl",
+        "reference": None,
+        "learn_fraction": None,
     }
     drafter = build_drafter(parse_settings(DraftModelSettings, data), target.view)
     assert isinstance(drafter, DraftModel)

@@ -25,7 +25,7 @@ from eagle_kit import (
     samples,
 )
 
-from draftlab.drafters import _block_layer
+from draftlab.drafters import _spans
 from draftlab.drafters._block_backbone import choose_anchors, spread_taps
 from draftlab.drafters._unrolling import PickedRows
 from draftlab.drafters.tree import DynamicTree, StaticTree
@@ -171,8 +171,8 @@ def test_blocks_computed_in_pieces_give_the_same_loss_and_gradients(target, monk
     batch = make_batch(samples(), 18)
     features = target.read_features(batch, drafter.needs)
     results = []
-    for alive in (10**9, 2000):
-        monkeypatch.setattr(_block_layer, "_ALIVE", alive)
+    for rows in (10**6, 5):
+        monkeypatch.setattr(_spans, "_PIECE_ROWS", rows)
         drafter.zero_grad()
         loss = drafter(batch, features, Noise(0)).total
         loss.backward()

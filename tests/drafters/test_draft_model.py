@@ -1,18 +1,23 @@
 """Draft models: where they start, what they learn, how they keep up, what they hand out."""
 
+import shutil
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import yaml
+from transformers import AutoTokenizer
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters.base import DraftBudget, Observation
+from draftlab.drafters.base import DraftBudget, Observation, drafter_class
 from draftlab.drafters.draft_model import DraftModel, DraftModelSettings
+from draftlab.drafters.store import load_drafter, save_drafter
 from draftlab.errors import ConfigError, TargetMismatch
 from draftlab.objectives.named import objective
 from draftlab.objectives.rows import score_rows
 from draftlab.randomness import Noise
 from draftlab.sampling import GREEDY
 from draftlab.settings.base import parse_settings
+from draftlab.settings.locate import conf_dir
 from draftlab.targets.tiny import build_tiny_model, tiny_target, tiny_tokenizer
 
 K = 3
@@ -32,9 +37,9 @@ def settings(**changes):
         "revision": None,
         "layers": None,
         "trainable": "all",
-        "lora_rank": None,
-        "lora_alpha": None,
         "objective": "forward_kl",
+        "reference": None,
+        "learn_fraction": None,
     }
     return parse_settings(DraftModelSettings, data | changes)
 
@@ -81,7 +86,7 @@ def greedy_continuation(model, ids, count, known):
 
 def plain_model(drafter):
     """The drafter's weights in a model that has nothing of draftlab in it."""
-    return drafter.merged_model()
+    return drafter.plain_model()
 
 
 def test_all_layers_of_the_target_make_the_target(target):
@@ -148,28 +153,6 @@ def test_padded_vocabularies_of_other_sizes_train_and_draft(target, tmp_path, ro
     assert loss.total.isfinite()
     assert drafter.model.get_parameter("lm_head.weight").grad.abs().sum() > 0
     assert all(t < target.spec.num_token_ids for t in drafts_after(drafter, target, random_ids(9)))
-
-
-def test_lora_trains_adapters_alone_and_merges_them_for_export(target, tmp_path):
-    drafter = build(target, trainable="lora", lora_rank=4, lora_alpha=8)
-    trained = {name for name, p in drafter.named_parameters() if p.requires_grad}
-    assert trained
-    assert all("lora_" in name and ".layers." in name for name in trained)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if "lora_B" in name:
-                parameter.add_(0.05)
-    drafter.save_pretrained_folder(tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    assert not [name for name in loaded.state_dict() if "lora" in name]
-    ids = random_ids(9)
-    known = target.spec.num_token_ids
-    assert drafts_after(drafter, target, ids) == greedy_continuation(loaded, ids, K, known)
-    bare = build(target)
-    assert not torch.equal(
-        loaded.get_parameter("model.layers.0.mlp.up_proj.weight"),
-        bare.model.get_parameter("model.layers.0.mlp.up_proj.weight"),
-    )
 
 
 def test_only_layers_leaves_embedding_norm_and_head_as_they_are(target):
@@ -240,12 +223,156 @@ def test_layers_of_other_families_are_refused_with_the_way_out():
         ({"layers": [0, 4]}, r"distinct numbers in 0\.\.3"),
         ({"model": "x"}, "model=x with start=layers"),
         ({"start": "pretrained"}, "model=None with start=pretrained"),
-        ({"trainable": "lora"}, "lora_rank=None and lora_alpha=None with trainable=lora"),
-        ({"lora_rank": 4, "lora_alpha": 8}, "with trainable=all"),
         ({"revision": "v1"}, "revision=v1 has no effect"),
         ({"objective": "kl"}, "objective='kl'"),
+        ({"reference": "start"}, "reference=start with learn_fraction=None"),
+        ({"learn_fraction": 0.4}, "reference=None with learn_fraction=0.4"),
+        ({"reference": "start", "learn_fraction": 1.5}, "learn_fraction"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(target, changes, message):
     with pytest.raises(ConfigError, match=message):
         build(target, **changes)
+
+
+# ---------------------------------------------------------------- learnable tokens alone (AdaSPEC)
+
+FEW = {"reference": "start", "learn_fraction": 0.4}
+
+
+def two_packed_samples():
+    """14 and 20 tokens in one row, 8 and 15 of them learned."""
+    order = torch.arange(34)
+    segments = (order >= 14).long()
+    place = torch.where(order < 14, order, order - 14)
+    learned = place >= torch.where(order < 14, 6, 5)
+    parts = (torch.tensor(random_ids(34)), learned, place, segments, segments)
+    return TokenBatch(*(part.unsqueeze(0) for part in parts))
+
+
+def stirred(drafter, seed):
+    """Move every weight, as a training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise, alpha=0.2 * float(parameter.std()))
+    return drafter
+
+
+def token_losses(model, batch, teacher):
+    """Loss of every learned token of each packed sample, which the model sees alone."""
+    found = []
+    for segment in (0, 1):
+        own = batch.segment_ids[0] == segment
+        ids, learned = batch.input_ids[0, own], batch.loss_mask[0, own][1:]
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1][learned]
+        laws = teacher[0, own][:-1][learned]
+        scores = score_rows(objective("forward_kl"), laws, logits, ids[1:][learned])
+        found.append(scores.loss)
+    return found
+
+
+def test_of_every_sequence_only_the_tokens_furthest_behind_the_reference_are_learned(target):
+    drafter = stirred(build(target, **FEW), seed=1).train()
+    batch = two_packed_samples()
+    features = target.read_features(batch, drafter.needs)
+    teacher = target.view.head(features.final)
+    plain = plain_model(drafter)
+    own = token_losses(plain, batch, teacher)
+    with torch.no_grad():
+        theirs = token_losses(plain_model(build(target)), batch, teacher)
+    total, counts, choices = 0.0, 0, []
+    for mine, other in zip(own, theirs, strict=True):
+        gaps = (mine - other).tolist()
+        kept = sorted(range(len(gaps)), key=lambda i: -gaps[i])[: round(0.4 * len(gaps))]
+        total, counts = total + mine[kept].mean(), counts + len(kept)
+        choices.append(set(kept))
+    total.backward()
+    got = drafter(batch, features, Noise(0))
+    assert [len(kept) for kept in choices] == [3, 6]
+    assert got.total.item() == pytest.approx(total.item(), rel=1e-5)
+    assert got.count.tolist() == [counts]
+    got.total.backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(drafter.model.get_parameter(name).grad, parameter.grad, atol=1e-5)
+    # choosing by the loss itself is another choice, so the reference has a say
+    by_loss = own[1].argsort(descending=True)[:6].tolist()
+    assert set(by_loss) != choices[1]
+
+
+def test_a_sequence_s_choice_does_not_hang_on_what_it_is_packed_with(target):
+    drafter = stirred(build(target, **FEW), seed=1).train()
+    batch = two_packed_samples()
+    together = drafter(batch, target.read_features(batch, drafter.needs), Noise(0))
+    total, count = 0.0, 0.0
+    for segment in (0, 1):
+        own = batch.segment_ids[0] == segment
+        fields = (getattr(batch, name)[:, own] for name in ("input_ids", "loss_mask", "positions"))
+        zeros = torch.zeros(1, int(own.sum()), dtype=torch.int64)
+        alone = TokenBatch(*fields, zeros, zeros)
+        loss = drafter(alone, target.read_features(alone, drafter.needs), Noise(0))
+        total, count = total + loss.total.item(), count + loss.count
+    assert together.total.item() == pytest.approx(total, rel=1e-9)
+    assert torch.equal(together.count, count)
+
+
+def test_outside_training_all_tokens_count(target):
+    drafter = stirred(build(target, **FEW), seed=1).eval()
+    batch = two_packed_samples()
+    features = target.read_features(batch, drafter.needs)
+    plain = stirred(build(target), seed=1)
+    assert drafter(batch, features, Noise(0)).count.tolist() == [23]
+    losses = [x(batch, features, Noise(0)).total for x in (drafter, plain)]
+    assert torch.equal(*losses)
+
+
+def test_a_reference_is_neither_trained_nor_saved_nor_needed_to_decode(target, tmp_path):
+    trained = stirred(build(target), seed=2)
+    save_drafter(trained, tmp_path / "reference", extra={})
+    few = {"reference": str(tmp_path / "reference"), "learn_fraction": 0.5}
+    drafter = stirred(build(target, **few), seed=1)
+    plain = stirred(build(target), seed=1)
+    batch = two_packed_samples()
+    drafter.train()(batch, target.read_features(batch, drafter.needs), Noise(0)).total.backward()
+    assert set(drafter.state_dict()) == set(plain.state_dict())
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in drafter.named_parameters()] == names
+    (reference,) = drafter._references
+    weights = reference.state_dict()
+    assert all(torch.equal(weights[name], x) for name, x in trained.state_dict().items())
+    assert all(not p.requires_grad and p.grad is None for p in reference.parameters())
+    assert set(drafter.serving_weights().tensors) == set(plain.serving_weights().tensors)
+
+    save_drafter(drafter, tmp_path / "out", extra={})
+    shutil.rmtree(tmp_path / "reference")
+    loaded = load_drafter(tmp_path / "out", target.view).eval()
+    ids = random_ids(12)
+    assert drafts_after(loaded, target, ids) == drafts_after(plain, target, ids)
+    with pytest.raises(
+        ConfigError, match=r"reference=.*holds no drafter.json; expected the folder"
+    ):
+        loaded.train()
+
+
+def test_a_run_s_best_drafter_may_be_the_reference(target, tmp_path):
+    best, checkpoints = stirred(build(target), seed=2), tmp_path / "checkpoints"
+    save_drafter(best, checkpoints / "step-000001", extra={})
+    (tmp_path / "config.yaml").write_text("")
+    (checkpoints / "best").write_text("step-000001\n")
+    drafter = build(target, reference=str(tmp_path), learn_fraction=0.5).train()
+    weights = drafter._references[0].state_dict()
+    assert all(torch.equal(weights[name], x) for name, x in best.state_dict().items())
+
+
+def test_a_reference_of_another_kind_or_size_is_refused(target, tmp_path):
+    data = yaml.safe_load((conf_dir() / "drafter" / "ngram.yaml").read_text(encoding="utf-8"))
+    other = drafter_class("ngram")
+    ngram = other(parse_settings(other.settings_class, data), target.view)
+    save_drafter(ngram, tmp_path / "ngram", extra={})
+    with pytest.raises(ConfigError, match="kind ngram; expected a draft_model"):
+        build(target, reference=str(tmp_path / "ngram"), learn_fraction=0.4).train()
+    narrow = folder_with(tmp_path / "narrow", hidden_size=32)
+    save_drafter(build(target, **narrow), tmp_path / "small", extra={})
+    with pytest.raises(ConfigError, match="has hidden size 32 and 320 head rows, this draft model"):
+        build(target, reference=str(tmp_path / "small"), learn_fraction=0.4).train()

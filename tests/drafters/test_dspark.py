@@ -47,7 +47,7 @@ def acceptance_to_expect(drafter, block, k, token):
 
 
 def reference_loss(target, drafter, sample):
-    """Loss of a sample block by block: the objective's, and the confidence head's."""
+    """Losses of a sample block by block and their weights: the objective's, the confidence head's."""
     ids, learned = sample
     depths, decay = drafter.settings.block_size, drafter.settings.step_decay
     features = features_of(target, drafter, ids)
@@ -72,7 +72,7 @@ def reference_loss(target, drafter, sample):
                 wanted = scores.overlap[0].detach()
                 missed = wanted * told.log() + (1 - wanted) * (1 - told).log()
                 sure, judged = sure - decay**k * missed, judged + decay**k
-    return main / weight, sure / max(judged, 1e-300)
+    return main, weight, sure, judged
 
 
 @pytest.mark.parametrize("vocab_ids", [None, REDUCED], ids=["whole", "reduced"])
@@ -85,7 +85,9 @@ def test_the_loss_is_the_objective_and_the_confidence_s_given_the_true_token_bef
     batch = make_batch(chosen, 18)
     got = drafter(batch, target.read_features(batch, drafter.needs), Noise(0))
     parts = [reference_loss(target, drafter, sample) for sample in chosen]
-    total = sum(main + 0.6 * sure for main, sure in parts)
+    total = sum(
+        main / weight + 0.6 * sure / max(judged, 1e-300) for main, weight, sure, judged in parts
+    )
     assert got.total.item() == pytest.approx(total.item(), rel=1e-9)
     got.total.backward()
     grads = {name: p.grad.clone() for name, p in drafter.named_parameters()}
@@ -93,6 +95,17 @@ def test_the_loss_is_the_objective_and_the_confidence_s_given_the_true_token_bef
     total.backward()
     for name, parameter in drafter.named_parameters():
         assert torch.allclose(grads[name], parameter.grad, atol=1e-9), name
+
+
+def test_in_a_mean_over_tokens_an_eighth_of_them_speaks_for_all_in_the_confidence_s_loss(target):
+    drafter = spark(target, confidence_weight=0.6, normalise="token")
+    chosen = [*samples(), (random_tokens(18, 4), 3)]
+    batch = make_batch(chosen, 18)
+    got = drafter(batch, target.read_features(batch, drafter.needs), Noise(0))
+    parts = [reference_loss(target, drafter, sample) for sample in chosen]
+    total = sum(main + 8 * 0.6 * sure for main, _, sure, _ in parts)
+    assert got.total.item() == pytest.approx(total.item(), rel=1e-9)
+    assert got.weight.item() == pytest.approx(sum(weight for _, weight, _, _ in parts))
 
 
 def test_training_lowers_the_loss_and_the_confidence_learns_the_acceptance(target):

@@ -474,6 +474,8 @@ def test_default_taps_are_what_servers_assume_and_stay_apart_in_shallow_targets(
         ({"norm_before_fc": True}, "fc_norm and norm_before_fc"),
         ({"tap_layers": []}, r"tap_layers=\[\]"),
         ({"step_decay": 0.0}, "step_decay"),
+        ({"step_decay": None}, "step_decay=None with position_weights=decay"),
+        ({"position_weights": "d_pace"}, "step_decay=0.8 with position_weights=d_pace"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):

@@ -59,7 +59,8 @@ def target():
 def settings(folder, **changes):
     data = {"kind": "draft_model", "num_draft_tokens": K, "start": "pretrained"}
     data |= {"model": str(folder), "revision": None, "layers": None, "trainable": "all"}
-    data |= {"lora_rank": None, "lora_alpha": None, "objective": "forward_kl"}
+    data |= {"objective": "forward_kl"}
+    data |= {"reference": None, "learn_fraction": None}
     return parse_settings(DraftModelSettings, data | changes)
 
 

@@ -36,7 +36,9 @@ def settings(**changes):
         "head": "tied",
         "head_rank": None,
         "objective": "forward_kl",
+        "position_weights": "decay",
         "head_decay": 0.8,
+        "normalise": "sequence",
     }
     return parse_settings(MedusaSettings, data | changes)
 
@@ -157,6 +159,7 @@ def test_more_drafts_than_heads_are_refused(target):
         ({"head_rank": 8}, "head_rank=8 with head=tied"),
         ({"head": "low_rank"}, "head_rank=None with head=low_rank"),
         ({"objective": "kl"}, "objective='kl': expected one of"),
+        ({"position_weights": "d_pace"}, "head_decay=0.8 with position_weights=d_pace"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(target, changes, message):

@@ -17,7 +17,7 @@ def make():
     mask[0, :3] = mask[1, 5] = False
     batch = TokenBatch(ids, mask, torch.zeros_like(ids), segments, segments)
     masks = torch.stack([batch.shifted_mask(2 + k) for k in range(DEPTHS)])
-    found = Predictions.arrange(batch, masks, lead=2, step_decay=1.0, dtype=torch.float64)
+    found = Predictions.arrange(batch, masks, lead=2, dtype=torch.float64)
     states = torch.randn(DEPTHS, 2, 14, WIDTH, generator=generator, dtype=torch.float64)
     head = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
     hidden = found.take(list(states), torch.arange(14).expand(2, 14))
@@ -57,9 +57,11 @@ def test_decay_weighs_by_depth_and_a_mean_over_tokens_lets_long_sequences_weigh_
     batch, _, found, _, hidden, head = make()
     args = (found, batch, hidden, [head], None)
     mean = weigh(*args, decay=0.5, normalise="sequence").weights
-    even = weigh(*args, decay=0.5, normalise="token").weights
+    even = weigh(*args, decay=0.5, normalise="token")
+    assert even.averages_tokens
+    even = even.weights
     depths = 0.5 ** torch.arange(DEPTHS, dtype=torch.float64).unsqueeze(1)
-    assert torch.allclose(even * 128, found.counts * depths)
+    assert torch.allclose(even, found.counts * depths)
     sequence = sequences(batch, found)
     totals = {}
     for number in sequence.unique().tolist():

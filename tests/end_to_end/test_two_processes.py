@@ -86,6 +86,28 @@ def test_a_drafter_cut_over_two_processes_is_one_run_with_the_same_losses(tmp_pa
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_target_and_drafter_cut_over_two_processes_are_one_run_with_the_same_losses(tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    one.mkdir()
+    words = (*WORDS, "drafter=eagle3", "optim=adamw", "regenerate.capture_features=false")
+    run(two, *words, TWO, "hardware.shard=both")
+    run(one, *words, "train.accumulation=2", "target.kernels=reference")
+    cut, whole = only_run(two / "outputs"), only_run(one / "outputs")
+    assert cut.is_finished
+    answers = [
+        [path.read_bytes() for path in sorted(each.glob("outputs/answers/*/shard-*.jsonl"))]
+        for each in (two, one)
+    ]
+    assert len(answers[0]) > 1
+    assert answers[0] == answers[1]
+    found, expected = losses(cut), losses(whole)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for step, numbers in expected.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-4)
+
+
 MACHINES = """
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_CPU

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from draftlab.objectives import chunked
 from draftlab.objectives.chunked import chunked_label_probs, chunked_losses, chunked_scores
@@ -129,6 +130,45 @@ def test_sums_over_judged_predictions_are_those_of_the_whole_head(every, chunk_r
     assert torch.allclose(stacked(scores), sums)
 
 
+@pytest.mark.parametrize("vocab_ids", [None, IDS], ids=["whole", "reduced"])
+@pytest.mark.parametrize("num_heads", [1, K])
+def test_predictions_of_weight_zero_meet_neither_head(num_heads, vocab_ids):
+    """Counted in multiplications: those of both heads, and of both gradients."""
+    hidden, heads, rest = make(num_heads, vocab_ids)
+    judged = torch.arange(N) % 8 == 0
+    if vocab_ids is not None:
+        rest |= {"kept_head": kept_rows(rest), "judged": judged}
+
+    def flops(weights):
+        with FlopCounterMode(display=False) as counter:
+            chunked_scores(
+                objective("forward_kl"), hidden, heads, **rest | {"weights": weights}, chunk_rows=10
+            )
+        return counter.get_total_flops() // (2 * D)
+
+    few = (torch.rand(K, N, generator=torch.Generator().manual_seed(1)) > 0.9).double()
+    width = heads[0].shape[0]
+    tokens, shown = int(few.any(0).sum()), int((few.any(0) & judged).sum())
+    both_heads = tokens * width + (0 if vocab_ids is None else shown * V)
+    assert 0 < few.sum() < 0.2 * K * N
+    assert tokens < 0.5 * N
+    # of a prediction: its logits, and the gradient of its state
+    assert flops(few) == both_heads + 2 * width * int(few.sum())
+    assert flops(torch.ones(K, N, dtype=torch.float64)) > 5 * flops(few)
+
+
+def test_what_stands_where_there_is_no_prediction_is_not_read():
+    hidden, heads, rest = make(K, None)
+    none = rest["weights"] == 0
+    empty = hidden.detach().masked_fill(none.unsqueeze(-1), torch.nan).requires_grad_()
+    chosen = objective("forward_kl")
+    expected = torch.autograd.grad(chunked_scores(chosen, hidden, heads, **rest).total, hidden)[0]
+    grad = torch.autograd.grad(chunked_scores(chosen, empty, heads, **rest).total, empty)[0]
+    assert none.any()
+    assert torch.equal(grad, expected)
+    assert (grad[none] == 0).all()
+
+
 def test_the_whole_head_runs_over_judged_predictions_only():
     hidden, heads, rest = make(1, IDS)
     whole_head, seen, kept_head = rest["target_head"], [], kept_rows(rest)
@@ -243,6 +283,18 @@ def test_single_losses_and_label_probabilities_are_the_plain_ones(vocab_ids):
     if vocab_ids is not None:
         kept = chunked_losses(chosen, hidden, heads, **rest, kept_head=kept_rows(rest))
         assert torch.allclose(kept, losses)
+
+
+def test_label_probabilities_of_predictions_that_are_not_made_are_zero_and_cost_nothing():
+    hidden, heads, rest = make(1, None, seed=7)
+    made = rest["weights"] > 0
+    args = hidden, heads
+    labels = {"labels": rest["labels"], "vocab_ids": None}
+    every = chunked_label_probs(*args, **labels)
+    with FlopCounterMode(display=False) as counter:
+        probs = chunked_label_probs(*args, **labels, made=made, chunk_rows=8)
+    assert torch.allclose(probs, every * made)
+    assert counter.get_total_flops() == 2 * D * V * int(made.sum())
 
 
 def test_a_head_cast_by_slices_is_the_head_cast_whole(monkeypatch):

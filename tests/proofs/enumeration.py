@@ -195,7 +195,7 @@ def after_prefill(target, drafter, text, plan):
         drafter.observe(
             state, Observation(rows, ids, length, torch.tensor([text[1:]]), seen.taps, seen.final)
         )
-    count = plan.depth if plan.shape is None else len(plan.shape.parents)
+    count = plan.depth if plan.shape is None else len(getattr(plan.shape, "parents", ()))
     sampling = plan.words.sampling
     budget = DraftBudget(
         rows,

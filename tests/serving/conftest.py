@@ -1,9 +1,8 @@
-"""Runs of vLLM, one process a method. Without an interpreter that has vLLM, all of this is skipped.
+"""One run of vLLM for all heads. Without an interpreter that has vLLM, all of this is skipped.
 
 `make test-serving` makes the environment and names its interpreter in SERVING_PYTHON.
 """
 
-import functools
 import json
 import os
 import shlex
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from serving_cases import METHODS
+from serving_cases import HEADS, METHODS
 from serving_heads import MAX_TOKENS, PROMPTS, decode, make_target, train
 
 from draftlab.export.base import export_drafter
@@ -30,65 +29,78 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.serving)
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1800))
             if not PYTHON:
                 item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
-def target():
+def targets():
+    """The target of each width of attention heads."""
     torch.set_num_threads(1)
-    return make_target()
+    widths = {head.head_dim for heads in METHODS.values() for head in heads.values()}
+    return {width: make_target(width) for width in widths}
 
 
 @pytest.fixture(scope="session")
-def greedy(target):
-    """Answers of the target alone."""
-    return decode(target, None, depth=0).tokens
+def greedy(targets):
+    """Answers of the targets alone."""
+    return {width: decode(target, None, depth=0).tokens for width, target in targets.items()}
 
 
 @pytest.fixture(scope="session")
-def served(target, tmp_path_factory):
-    """Train, export and serve all heads of a method, right and wrong ones, in one process.
+def served(request, targets, tmp_path_factory):
+    """Train, export and serve the heads that are asked about, right and wrong ones.
 
-    Gives what our decoder found by head, and vLLM's answers by head and by (head, mistake).
+    vLLM's start is the dear part, so all of them are served by one process, one after the other.
+
+    Returns:
+        What our decoder found, by (method, head), and vLLM's answers by (method, head, mistake),
+        the mistake None for the head as it was exported.
     """
-
-    @functools.cache
-    def run(method):
-        root = tmp_path_factory.mktemp(method)
-        target.model.save_pretrained(root / "target")
-        ours, asked = {}, {}
-        for name, head in METHODS[method].items():
-            drafter = train(target, head.kind, steps=head.steps, **head.keys)
-            ours[name] = decode(target, drafter, head.depth)
-            config = exported(drafter, target, root / name, head)
-            asked[name] = config
-            for mistake, make in head.mistakes.items():
-                wrong = root / f"{name}-{mistake}"
-                shutil.copytree(root / name, wrong)
-                make(wrong)
-                asked[f"{name}-{mistake}"] = {**config, "model": str(wrong)}
-        return ours, ask_engine(root, asked)
-
-    return run
+    wanted = {
+        (item.callspec.params["method"], item.callspec.params["name"])
+        for item in request.session.items
+        if "served" in item.fixturenames
+    }
+    root = tmp_path_factory.mktemp("served")
+    for width, target in targets.items():
+        target.model.save_pretrained(root / f"target-{width}")
+    ours, asked = {}, {}
+    for method, name in HEADS:
+        if (method, name) not in wanted:
+            continue
+        head, folder = METHODS[method][name], root / f"{method}-{name}"
+        target = targets[head.head_dim]
+        drafter = train(target, head.kind, steps=head.steps, start=head.start, **head.keys)
+        ours[method, name] = decode(target, drafter, head.depth)
+        right = exported(drafter, target, folder, head)
+        right["target"] = str(root / f"target-{head.head_dim}")
+        asked[method, name, None] = right
+        for mistake, make in head.mistakes.items():
+            wrong = root / f"{method}-{name}-{mistake}"
+            shutil.copytree(folder, wrong)
+            make(wrong)
+            speculative = {**right["speculative"], "model": str(wrong)}
+            asked[method, name, mistake] = {**right, "speculative": speculative}
+    return ours, dict(zip(asked, ask_engine(root, list(asked.values())), strict=True))
 
 
 def exported(drafter, target, folder, head):
+    """Export a head; give what its serve command says."""
     form = "hf" if head.kind == "draft_model" else "vllm"
     defaults = yaml.safe_load((conf_dir() / "export" / f"{form}.yaml").read_text())
     settings = ExportSettings(**{**defaults, "num_draft_tokens": head.depth})
-    command = export_drafter(drafter, target.view, settings, folder).serve_command
-    return json.loads(shlex.split(command)[-1])
+    words = shlex.split(export_drafter(drafter, target.view, settings, folder).serve_command)
+    told = {"overrides": {}}
+    for option, key in (("--hf-overrides", "overrides"), ("--speculative-config", "speculative")):
+        if option in words:
+            told[key] = json.loads(words[words.index(option) + 1])
+    return told
 
 
 def ask_engine(root, heads):
-    asked = {
-        "target": str(root / "target"),
-        "prompts": PROMPTS,
-        "max_tokens": MAX_TOKENS,
-        "heads": heads,
-    }
+    asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "heads": heads}
     (root / "asked.json").write_text(json.dumps(asked))
     command = [PYTHON, str(HERE / "engine.py"), "asked.json", "answered.json"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
 """vLLM's side of the parity tests: run by an interpreter that has vLLM, and knows no draftlab.
 
-`PYTHON engine.py ASKED.json ANSWERED.json`. In: a target's folder, prompts, and the speculative
-configs to try one after the other. Out: of each, the tokens of every answer and vLLM's counters, or
-the error that it ended with.
+`PYTHON engine.py ASKED.json ANSWERED.json`. In: prompts, and a list of what to try one after the
+other: a target's folder, keys to add to its config, and a speculative config. Out, in their order:
+of each, the tokens of every answer and vLLM's counters, or the error that it ended with.
 """
 
 import gc
@@ -27,9 +27,10 @@ from vllm.distributed import cleanup_dist_env_and_memory
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
 
-def answer(asked, speculative):
+def answer(asked, head):
     model = vllm.LLM(
-        model=asked["target"],
+        model=head["target"],
+        hf_overrides=head["overrides"],
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=256,
@@ -37,7 +38,7 @@ def answer(asked, speculative):
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        speculative_config=speculative,
+        speculative_config=head["speculative"],
     )
     before = counters(model)
     limits = vllm.SamplingParams(
@@ -68,14 +69,14 @@ def counters(model):
     return read
 
 
-def tried(asked, speculative):
+def tried(asked, head):
     try:
-        return answer(asked, speculative)
+        return answer(asked, head)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    found = {name: tried(given, config) for name, config in given["heads"].items()}
+    found = [tried(given, head) for head in given["heads"]]
     Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")

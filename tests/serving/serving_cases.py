@@ -16,12 +16,17 @@ from safetensors.torch import load_file, save_file
 
 @dataclass(frozen=True)
 class Head:
-    """A drafter, how long to train it, the K it is served with, and mistakes to make."""
+    """A drafter, how long to train it, the K it is served with, and mistakes to make.
+
+    `start` changes its weights before it is trained; `head_dim` is the target's.
+    """
 
     kind: str
     steps: int
     depth: int
     keys: dict[str, Any] = field(default_factory=dict)
+    start: Callable[[torch.nn.Module], None] | None = None
+    head_dim: int = 64
     mistakes: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
@@ -50,6 +55,11 @@ def _swap_halves(tensors: dict[str, torch.Tensor]) -> None:
     tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
 
 
+def _swap_module_halves(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.mtp_layers.0.input_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+
+
 def _make_absolute(tensors: dict[str, torch.Tensor]) -> None:
     tensors["d2t"] = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).clamp_max(23)
 
@@ -65,6 +75,15 @@ def _shift_block_taps(config: dict[str, Any]) -> None:
     config["dflash_config"]["target_layer_ids"] = [i - 1 for i in ids]
 
 
+def _bias_blocks(drafter: torch.nn.Module) -> None:
+    """Give the biases weight: trained for seconds from zero, they hardly matter."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(2)
+        for name, parameter in drafter.named_parameters():
+            if name.startswith("blocks.") and name.endswith(".bias"):
+                parameter.normal_(std=1.0)
+
+
 TAPS = [2, 3, 5]
 # one layer: vLLM 0.32's CPU build norms the context's keys of every layer by the first one's weights,
 # found by replaying two-layer heads so, which gives its counters exactly
@@ -76,6 +95,7 @@ METHODS: dict[str, dict[str, Head]] = {
             "medusa",
             steps=60,
             depth=4,
+            start=_bias_blocks,
             mistakes={"no_bias": in_config(lambda c: c.pop("medusa_fc_bias"))},
         ),
     },
@@ -142,6 +162,16 @@ METHODS: dict[str, dict[str, Head]] = {
             steps=60,
             depth=3,
             keys=BLOCK | {"causal": True, "sliding_window": 12, "mask_token_id": 62},
+        ),
+    },
+    "mtp": {
+        # MiMo's class has heads of hidden_size / num_attention_heads
+        "plain": Head(
+            "mtp",
+            steps=45,
+            depth=3,
+            head_dim=32,
+            mistakes={"halves_swapped": in_tensors(_swap_module_halves)},
         ),
     },
     "draft_model": {

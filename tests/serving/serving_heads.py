@@ -27,7 +27,7 @@ PROMPTS = [[3, 17, 40, 9, 22], [50, 2, 31, 8, 8, 60, 14], [12, 45, 33], [7, 29, 
 MAX_TOKENS = 48
 
 
-def make_target():
+def make_target(head_dim):
     config = LlamaConfig(
         vocab_size=ROWS,
         hidden_size=64,
@@ -35,7 +35,7 @@ def make_target():
         num_hidden_layers=6,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=64,
+        head_dim=head_dim,
         max_position_embeddings=256,
         initializer_range=0.1,
         bos_token_id=None,
@@ -61,13 +61,15 @@ def make_target():
     return build_target(model, tokenizer, name="served", source="tiny")
 
 
-def train(target, kind, *, steps, lr=3e-3, **keys):
-    """Build a drafter and train it on what the target says."""
+def train(target, kind, *, steps, start=None, lr=3e-3, **keys):
+    """Build a drafter, change its start if asked to, and train it on what the target says."""
     data = yaml.safe_load((conf_dir() / "drafter" / f"{kind}.yaml").read_text())
     settings = drafter_class(kind).settings_class(**{**data, **keys})
     batch = make_batch(target)
     counts = torch.bincount(batch.input_ids[batch.loss_mask], minlength=ROWS)
     drafter = build_drafter(settings, target.view, counts, seed=1)
+    if start is not None:
+        start(drafter)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr)
     features = target.read_features(batch, drafter.needs)
     drafter.train()

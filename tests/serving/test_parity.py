@@ -3,25 +3,26 @@
 import pytest
 from serving_cases import HEADS, METHODS, MISTAKES
 
+SEEN = 5  # acceptances that a mistake costs at least
+
 
 @pytest.mark.parametrize(("method", "name"), HEADS, ids=map("-".join, HEADS))
 def test_vllm_gives_the_greedy_tokens_and_accepts_what_our_decoder_accepts(
     method, name, served, greedy
 ):
-    ours, theirs = served(method)
-    found = theirs[name]
-    assert "error" not in found, found
-    assert found["tokens"] == ours[name].tokens == greedy
-    assert found["num_drafts"] == ours[name].num_drafts
-    assert found["per_position"] == ours[name].per_position
+    ours, theirs = served[0][method, name], served[1][method, name, None]
+    assert "error" not in theirs, theirs
+    assert theirs["tokens"] == ours.tokens == greedy[METHODS[method][name].head_dim]
+    assert theirs["num_drafts"] == ours.num_drafts
+    assert theirs["per_position"] == ours.per_position
 
 
 @pytest.mark.parametrize(("method", "name"), HEADS, ids=map("-".join, HEADS))
 def test_the_head_is_right_often_enough_at_every_position_to_show_a_mistake_there(
     method, name, served
 ):
-    ours, _ = served(method)
-    counts = [ours[name].num_drafts, *ours[name].per_position]
+    ours = served[0][method, name]
+    counts = [ours.num_drafts, *ours.per_position]
     assert len(counts) == METHODS[method][name].depth + 1
     assert counts[-1] >= 10, counts
     assert counts[-1] < counts[0], counts
@@ -31,11 +32,9 @@ def test_the_head_is_right_often_enough_at_every_position_to_show_a_mistake_ther
 def test_a_mistake_in_the_export_shows_in_the_counters_and_never_in_the_tokens(
     method, name, mistake, served, greedy
 ):
-    ours, theirs = served(method)
-    found = theirs[f"{name}-{mistake}"]
+    ours, theirs = served[0][method, name], served[1][method, name, mistake]
     if mistake == "extra_tensor":
-        assert "foo" in found["error"]
+        assert "foo" in theirs["error"]
         return
-    assert found["tokens"] == greedy
-    assert found["per_position"] != ours[name].per_position
-    assert sum(found["per_position"]) < sum(ours[name].per_position)
+    assert theirs["tokens"] == greedy[METHODS[method][name].head_dim]
+    assert sum(ours.per_position) - sum(theirs["per_position"]) >= SEEN

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_training import run_training, train_settings
+from toy_training import run_training, toy_drafter, train_settings
 from training_worker import EVEN_ANSWERS, UNEVEN_ANSWERS
 from worlds import run_world
+
+from draftlab.targets.tiny import tiny_target
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +26,7 @@ def lines(path: Path, key: str) -> dict[int, float]:
     return {step: numbers[key] for step, _, numbers in json.loads(path.read_text())}
 
 
-@pytest.mark.parametrize("name", ["even", "uneven"])
+@pytest.mark.parametrize("name", ["even", "uneven", "uneven-tokens"])
 def test_both_processes_end_with_equal_weights(pair, name):
     first, second = (load_file(pair / f"{name}-{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -32,13 +34,21 @@ def test_both_processes_end_with_equal_weights(pair, name):
 
 @pytest.mark.parametrize(
     ("name", "answers", "batch_rows", "accumulation"),
-    [("even", EVEN_ANSWERS, 2, 2), ("uneven", UNEVEN_ANSWERS, 1, 4)],
+    [
+        ("even", EVEN_ANSWERS, 2, 2),
+        ("uneven", UNEVEN_ANSWERS, 1, 4),
+        ("uneven-tokens", UNEVEN_ANSWERS, 1, 4),
+    ],
 )
 def test_two_processes_are_one_with_double_accumulation(
     pair, tmp_path, name, answers, batch_rows, accumulation
 ):
     train = train_settings(batch_rows=batch_rows, accumulation=accumulation)
-    _, drafter, numbers = run_training(tmp_path / "one", answers=answers, train=train)
+    target = tiny_target()
+    drafter = toy_drafter(target, averages_tokens=name.endswith("tokens"))
+    _, _, numbers = run_training(
+        tmp_path / "one", answers=answers, target=target, drafter=drafter, train=train
+    )
     found = load_file(pair / f"{name}-0.safetensors")
     for key, value in drafter.state_dict().items():
         assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12)

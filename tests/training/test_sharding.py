@@ -15,7 +15,8 @@ from training_worker import WORLD_ANSWERS, WORLD_FLAVOURS, world_training
 from worlds import run_world
 
 from draftlab.errors import ConfigError
-from draftlab.training.sharding import cut_like, gather_weights, whole_tensor
+from draftlab.targets.sharding import whole_tensor
+from draftlab.training.sharding import cut_like, gather_weights
 
 FLAVOURS = sorted(WORLD_FLAVOURS)
 

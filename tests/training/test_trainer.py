@@ -25,17 +25,19 @@ def target():
     return tiny_target()
 
 
+@pytest.mark.parametrize("averages_tokens", [False, True])
 @pytest.mark.parametrize(("batch_rows", "accumulation"), [(4, 2), (1, 8)])
 def test_the_step_does_not_depend_on_how_its_rows_are_batched(
-    target, tmp_path, batch_rows, accumulation
+    target, tmp_path, batch_rows, accumulation, averages_tokens
 ):
     # rows with nothing to learn, so that batches hold different numbers of sequences
     answers = [2, 40, 0, 19, 0, 0, 11, 30]
     trained = []
     for name, rows, slots in (("whole", 8, 1), ("cut", batch_rows, accumulation)):
         train = train_settings(max_steps=2, batch_rows=rows, accumulation=slots)
-        _, drafter, numbers = run_training(
-            tmp_path / name, answers=answers, target=target, train=train
+        drafter = toy_drafter(target, averages_tokens=averages_tokens)
+        _, _, numbers = run_training(
+            tmp_path / name, answers=answers, target=target, drafter=drafter, train=train
         )
         trained.append((drafter.state_dict(), numbers.column("train/loss")))
     (whole, whole_loss), (cut, cut_loss) = trained
@@ -60,6 +62,24 @@ def test_every_sequence_weighs_the_same_however_short(target, tmp_path):
         tmp_path / "both", answers=[], target=target, rows=rows, train=train
     )
     assert numbers.column("train/loss")[1] == pytest.approx(sum(alone) / 2, rel=1e-9)
+
+
+def test_a_mean_over_tokens_weighs_every_prediction_the_same(target, tmp_path):
+    found = []
+    for name, answers in (("short", [14, 0]), ("long", [0, 40]), ("both", [14, 40])):
+        _, _, numbers = run_training(
+            tmp_path / name,
+            answers=[],
+            target=target,
+            drafter=toy_drafter(target, averages_tokens=True),
+            rows=make_rows(target, answers),
+            train=train_settings(max_steps=1, batch_rows=2),
+        )
+        found.append((numbers.column("train/loss")[1], sum(answers)))
+    (short, few), (long, many), (both, all_of_them) = found
+    assert few + many == all_of_them
+    assert both == pytest.approx((few * short + many * long) / all_of_them, rel=1e-9)
+    assert abs(both - (short + long) / 2) > 1e-4
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

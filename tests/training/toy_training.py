@@ -75,8 +75,11 @@ class ToyHeads(Drafter, kind="toy_heads", settings=ToySettings):
             where = batch.sample_ids == sample
             if counted[where].sum() > 0:
                 total = total + per_token[where].sum() / counted[where].sum()
+        weight = None
+        if self.averages_tokens:
+            total, weight = per_token.sum(), counted.sum()
         return DraftLoss(
-            total.float() if x.dtype != torch.float64 else total, *map(torch.stack, sums)
+            total.float() if x.dtype != torch.float64 else total, *map(torch.stack, sums), weight
         )
 
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> Any:
@@ -164,9 +167,11 @@ class Recorder:
         return {step: numbers[key] for step, _, numbers in self.lines if key in numbers}
 
 
-def toy_drafter(target: Target, noise: float = 0.1) -> ToyHeads:
+def toy_drafter(target: Target, noise: float = 0.1, *, averages_tokens: bool = False) -> ToyHeads:
     settings = ToySettings(kind="toy_heads", num_draft_tokens=DEPTHS, noise=noise)
-    return ToyHeads(settings, target.view)
+    drafter = ToyHeads(settings, target.view)
+    drafter.averages_tokens = averages_tokens
+    return drafter
 
 
 def run_training(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from toy_training import make_rows, optim_settings, run_training, train_settings
+from toy_training import make_rows, optim_settings, run_training, toy_drafter, train_settings
 
 from draftlab.runs.metrics_log import MetricsLog
 from draftlab.targets.tiny import tiny_target
@@ -100,11 +100,13 @@ def run_rank(out: Path) -> None:
     for name, answers, batch_rows, accumulation in (
         ("even", EVEN_ANSWERS, 2, 1),
         ("uneven", UNEVEN_ANSWERS, 1, 2),
+        ("uneven-tokens", UNEVEN_ANSWERS, 1, 2),
     ):
         _, drafter, numbers = run_training(
             out / name,
             answers=answers,
             target=target,
+            drafter=toy_drafter(target, averages_tokens=name.endswith("tokens")),
             rows=make_rows(target, answers),
             train=train_settings(batch_rows=batch_rows, accumulation=accumulation),
         )

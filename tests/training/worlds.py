@@ -1,4 +1,4 @@
-"""Several processes of training_worker.py that train together on this machine."""
+"""Several processes of a worker script that train together on this machine."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from pathlib import Path
 _PATIENCE_S = 300  # a machine with other work starts processes slowly
 
 
-def run_world(mode: str, out: Path, *, processes: int) -> None:
+def run_world(mode: str, out: Path, *, processes: int, worker: str = "training_worker.py") -> None:
     """Run a mode of the worker in so many processes; all must end well."""
     shared = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -18,10 +18,10 @@ def run_world(mode: str, out: Path, *, processes: int) -> None:
         "MASTER_PORT": str(_free_port()),
         "ACCELERATE_USE_CPU": "true",
     }
-    worker = Path(__file__).with_name("training_worker.py")
+    script = Path(__file__).with_name(worker)
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(worker), mode, str(out)],
+            [sys.executable, str(script), mode, str(out)],
             env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(processes)
