@@ -140,6 +140,7 @@ def test_one_familys_failure_leaves_the_others_and_is_tried_again(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_family_trains_and_decodes_without_a_defect(bench, tmp_path):
     assert bench() == 0
     table = json.loads((only_bench(tmp_path).path / "table.json").read_text())

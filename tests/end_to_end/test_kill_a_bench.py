@@ -37,6 +37,7 @@ def weights_of(outputs):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_bench_goes_on_in_the_middle_of_a_training(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()

@@ -158,8 +158,7 @@ def test_a_chain_as_long_as_pays_keeps_the_law(monkeypatch, target, rule, name):
     assert {step.num_drafted for step in steps} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("rule", [WITHOUT_REPLACEMENT, POINTS])
+@pytest.mark.parametrize(("rule", "name"), cases([WITHOUT_REPLACEMENT, POINTS]))
 def test_the_tree_that_counts_say_is_best_keeps_the_law(monkeypatch, target, rule, name):
     off, steps = run_measured(monkeypatch, target, SAMPLINGS[name], rule)
     assert off < TOLERANCE
@@ -192,7 +191,7 @@ def test_with_sampled_verify_the_text_is_that_of_plain_sampling(monkeypatch, tar
     decoder._curves[len(rows)] = TimeCurve((1, 2, 3, 4, 5, 6), SECONDS["five words"])
     law, answers = engine_law(monkeypatch, decoder, rows, LENGTH)
     assert distance(law, words.joint()) < TOLERANCE
-    assert {step.num_accepted for answer in answers for step in answer.steps} >= {0, 1, 2}
+    assert {step.num_accepted for answer in answers for step in answer.steps} >= {0, 1}
     _, plain = engine_law(monkeypatch, Decoder(target, None, settings), rows, LENGTH)
     assert [a.output_ids for a in answers] == [a.output_ids for a in plain]
 
