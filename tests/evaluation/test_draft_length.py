@@ -44,6 +44,23 @@ def test_among_equals_the_smallest_k_wins():
     assert choose(DecoderAt(right=2, base=0.010, each=0.0)).num_draft_tokens == 2
 
 
+def test_one_slow_moment_does_not_change_the_choice():
+    quiet, hiccups = DecoderAt(right=3, base=0.010, each=0.002), iter([0.0] * 14 + [9.0] * 2)
+
+    class Disturbed(_Decoder):
+        def generate(self, prompts, *, max_new_tokens=None, batch_size=None, row_keys=None):
+            made = super().generate(prompts)
+            if len(prompts) > 1 or not (late := next(hiccups, 0.0)):
+                return made
+            slow = [step(s.num_drafted, s.num_accepted, verify_s=late) for s in self.steps]
+            return [generation(slow)]
+
+    def decoder_at(k):
+        return Disturbed(k, min(3, k), 0.010 + 0.002 * k)
+
+    assert choose(decoder_at).num_draft_tokens == choose(quiet).num_draft_tokens == 3
+
+
 def test_k_beyond_what_the_drafter_can_draft_is_not_tried():
     choice = choose(DecoderAt(right=9, base=0.010, each=0.0, deepest=3))
     assert [o.num_draft_tokens for o in choice.options] == [1, 2, 3]
