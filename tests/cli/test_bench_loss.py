@@ -47,4 +47,7 @@ def test_options_that_cannot_work_are_refused_by_name(word, message, capsys):
 
 def test_an_unknown_bench_is_refused_with_the_known_ones(capsys):
     assert main(["bench", "lose"]) == 2
-    assert "bench what? got lose; expected decode, families, features, loss, train or gpu" in capsys.readouterr().err
+    assert (
+        "bench what? got lose; expected decode, families, features, loss, train or gpu"
+        in capsys.readouterr().err
+    )
