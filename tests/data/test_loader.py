@@ -15,7 +15,7 @@ from draftlab.errors import DataError
 DEFAULTS = {
     "kind": "jsonl", "paths": (), "hub_name": None, "hub_subset": None, "hub_split": "train",
     "answers": "given",
-    "messages_field": None, "domain": "own", "max_tokens": 512, "turns": "each",
+    "messages_field": None, "domain": "own", "max_tokens": 512, "learn": "answers", "turns": "each",
     "on_bad_line": "fail", "validation_fraction": 0.0, "max_samples": None, "template_options": {},
 }  # fmt: skip
 VOCAB = 320

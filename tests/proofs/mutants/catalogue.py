@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant(
         "a drafter is not told that a row left its slot",
         "decoding/decoder.py",
-        "self.drafter.close(batch.state, leaving)",
+        "crossing.close(self.drafter, batch.state, leaving)",
         "pass",
         (GREEDY,),
     ),
@@ -318,8 +318,8 @@ MUTANTS = [
     Mutant(
         "the first slots are read instead of the rows' own",
         "targets/cache.py",
-        "both[:, rows, :, :live]",
-        "both[:, : rows.shape[0], :, :live]",
+        "return keys[rows, :, :live], values[rows, :, :live]",
+        "n = rows.shape[0]; return keys[:n, :, :live], values[:n, :, :live]",
         ("tests/decoding/test_decoder.py", "-k", "different_numbers"),
     ),
     Mutant(
