@@ -34,7 +34,7 @@ class PackedLinear:
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
         if can_pack(weight):
-            self._packed = _pack(weight)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
             self._plain = None
 
     @property
@@ -58,24 +58,6 @@ class PackedLinear:
         return _LINEAR_AND(x, residual, self._packed, self.bias, "add")
 
 
-class GatedLinear:
-    """y = silu(x G^T) * (x U^T), the gate and the product riding on the matrices where packed."""
-
-    def __init__(self, gate: Float[Tensor, "N D"], up: Float[Tensor, "N D"]) -> None:
-        """Pack both, or join them into one product where packing is not possible."""
-        self._joined = None if can_pack(gate) else torch.cat((gate, up))
-        self._gate, self._up = (
-            (None, None) if self._joined is not None else (_pack(gate), _pack(up))
-        )
-
-    def __call__(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N Do"]:
-        """Apply both and multiply."""
-        if self._joined is not None:
-            gate, up = F.linear(x, self._joined).chunk(2, dim=-1)
-            return F.silu(gate).mul_(up)
-        return _LINEAR_AND(x, _LINEAR(x, self._gate, None, "swish", [], ""), self._up, None, "mul")
-
-
 def can_pack(weight: Float[Tensor, "N D"]) -> bool:
     """Tell whether oneDNN's packed layout serves this weight here."""
     return (
@@ -85,7 +67,3 @@ def can_pack(weight: Float[Tensor, "N D"]) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
-
-
-def _pack(weight: Float[Tensor, "N D"]) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
