@@ -11,29 +11,34 @@ from dataclasses import replace
 import torch
 
 from draftlab.data.packing import Sample
+from draftlab.shapes import Int, Tensor
 
 
 def learn_prompts(samples: Sequence[Sample]) -> list[Sample]:
-    """Learn every token but those that all samples begin with, such as one system text.
+    """Learn prompts too, each beginning once: system texts stand in many samples.
+
+    Of all samples with the same first tokens, the first in the order of their ids learns them; the
+    others learn from where they part from it. Answers are learned everywhere, as before.
 
     Args:
-        samples: a whole data set; what all begin with is found among them.
+        samples: a whole data set; the order of equal ones is kept.
     """
-    shared = _shared_length(samples) if len(samples) > 1 else 0
-    wider = []
-    for sample in samples:
+    ids = [sample.ids.tolist() for sample in samples]
+    wider = list(samples)
+    before: Int[Tensor, " T"] = torch.zeros(0, dtype=torch.int64)
+    for number in sorted(range(len(samples)), key=ids.__getitem__):
+        sample = samples[number]
+        # among sorted texts, the one before shares the longest beginning
+        shared = _shared_length(before, sample.ids)
         mask = torch.ones_like(sample.mask)
         mask[:shared] = sample.mask[:shared]
-        wider.append(replace(sample, mask=mask))
+        wider[number] = replace(sample, mask=mask)
+        before = sample.ids
     return wider
 
 
-def _shared_length(samples: Sequence[Sample]) -> int:
-    """Count the tokens that all samples begin with."""
-    first = samples[0].ids
-    shared = min(len(sample) for sample in samples)
-    for sample in samples[1:]:
-        differs = (sample.ids[:shared] != first[:shared]).nonzero()
-        if len(differs):
-            shared = int(differs[0])
-    return shared
+def _shared_length(one: Int[Tensor, " T"], other: Int[Tensor, " U"]) -> int:
+    """Count the tokens that both begin with."""
+    length = min(len(one), len(other))
+    differs = (one[:length] != other[:length]).nonzero()
+    return int(differs[0]) if len(differs) else length

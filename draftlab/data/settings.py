@@ -21,7 +21,7 @@ class DataSettings(Settings):
         messages_field: field that holds the chat, or None to look for the usual names.
         domain: domain of rows that name none themselves.
         max_tokens: longest row in tokens; what lies beyond is cut and counted.
-        learn: answers, or all (prompts as well, past what all of them begin with).
+        learn: answers, or all (prompts as well, what many of them begin with once).
         turns: each (every answer is learned) or last (only the last answer of a chat).
         on_bad_line: fail (list every bad line and stop) or skip (list them and go on).
         validation_fraction: share of chats held out, chosen by their id; 0 for none.

@@ -12,24 +12,36 @@ def _sample(ids: list[int], answer_from: int) -> Sample:
     return Sample(0, "chat", torch.tensor(ids), mask)
 
 
-def test_all_is_learned_past_what_every_sample_begins_with() -> None:
-    samples = [_sample([1, 2, 3, 4, 5], 4), _sample([1, 2, 9, 4], 3), _sample([1, 2, 3, 4], 3)]
+def _learned(samples: list[Sample]) -> list[list[int]]:
+    return [s.ids[s.mask].tolist() for s in learn_prompts(samples)]
 
-    wider = learn_prompts(samples)
 
-    assert [s.mask.tolist() for s in wider] == [
-        [False, False, True, True, True],
-        [False, False, True, True],
-        [False, False, True, True],
+def test_every_beginning_is_learned_once() -> None:
+    # two system texts (1 2 and 1 5), questions behind them, answers last
+    samples = [
+        _sample([1, 2, 9, 4], 3),
+        _sample([1, 5, 6, 4], 3),
+        _sample([1, 2, 3, 4, 5], 4),
+        _sample([1, 5, 7, 4], 3),
     ]
-    assert [s.ids.tolist() for s in wider] == [s.ids.tolist() for s in samples]
+
+    assert _learned(samples) == [[9, 4], [5, 6, 4], [1, 2, 3, 4, 5], [7, 4]]
+    assert [s.ids.tolist() for s in learn_prompts(samples)] == [s.ids.tolist() for s in samples]
 
 
-def test_an_answer_that_all_samples_share_stays_learned() -> None:
+def test_several_answers_to_one_prompt_learn_the_prompt_once() -> None:
+    samples = [_sample([1, 2, 3, 8], 3), _sample([1, 2, 3, 7], 3)]
+
+    assert _learned(samples) == [[8], [1, 2, 3, 7]]
+
+
+def test_an_answer_that_samples_share_stays_learned_in_each() -> None:
     samples = [_sample([7, 8, 9], 1), _sample([7, 8, 9], 1)]
 
-    assert [s.mask.tolist() for s in learn_prompts(samples)] == [[False, True, True]] * 2
+    assert _learned(samples) == [[7, 8, 9], [8, 9]]
 
 
-def test_one_sample_alone_shares_nothing() -> None:
-    assert learn_prompts([_sample([7, 8, 9], 2)])[0].mask.all()
+def test_the_order_of_samples_does_not_matter() -> None:
+    samples = [_sample([1, 2, 9, 4], 3), _sample([1, 2, 3, 4, 5], 4), _sample([1, 5, 6], 2)]
+
+    assert _learned(samples)[::-1] == _learned(samples[::-1])
