@@ -30,6 +30,7 @@ from draftlab.cli.probe_table import list_probes
 from draftlab.cli.reporting import training_facts, write_report
 from draftlab.cli.show_table import show_table
 from draftlab.cli.train_job import find_needs, train_drafter
+from draftlab.cli.words import take_minutes
 from draftlab.errors import ConfigError, DraftlabError
 from draftlab.evaluation.conditions import describe_law
 from draftlab.evaluation.results import EvalResult, merge, read_result
@@ -54,6 +55,7 @@ _SHARED = ("seed", "target", "data", "regenerate", "decode", "eval", "hardware",
 _EVAL = "eval"
 _WIDTH = 132  # of the table where there is no terminal
 _BEYOND_TRAINING = 1.2  # of the training minutes, for probes, before any family is done
+_LEAST_MINUTES = 0.01
 _EVALUATION_S = 100.0  # the same, for an evaluation
 
 
@@ -63,7 +65,13 @@ def run(words: Sequence[str]) -> int:
     Raises:
         DraftlabError: words that do not fit, or a family that failed; the others are done then.
     """
-    minutes, is_fresh, words = _take_own_words(words)
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.endswith("train.max_minutes"):
+            raise ConfigError(f"{word}: all families train equally long; pass minutes={value}")
+    minutes, is_fresh, words = take_minutes(
+        words, default=5.0, least=_LEAST_MINUTES, expected="training minutes a family, 0.01 to 1440"
+    )
     families = compose_families(
         words, presets=["train.max_epochs=null", f"train.max_minutes={minutes:g}", "eval=brief"]
     )
@@ -82,28 +90,6 @@ def run(words: Sequence[str]) -> int:
     with bench.run.hold():
         bench.finish(estimate)
     return 0
-
-
-def _take_own_words(words: Sequence[str]) -> tuple[float, bool, list[str]]:
-    minutes, is_fresh, rest = 5.0, False, []
-    for word in words:
-        key, _, value = word.partition("=")
-        if key == "minutes":
-            try:
-                minutes = float(value)
-            except ValueError:
-                minutes = -1.0
-            if not 0 < minutes <= 24 * 60:
-                raise ConfigError(f"minutes={value}: expected training minutes a family, above 0")
-        elif key == "fresh":
-            if value not in ("true", "false"):
-                raise ConfigError(f"fresh={value}: expected true or false")
-            is_fresh = value == "true"
-        elif key.endswith("train.max_minutes"):
-            raise ConfigError(f"{word}: all families train equally long; pass minutes={value}")
-        else:
-            rest.append(word)
-    return minutes, is_fresh, rest
 
 
 def _open(

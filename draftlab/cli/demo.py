@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftlab.cli.words import split_words
-from draftlab.errors import ConfigError
+from draftlab.cli.words import split_words, take_minutes
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,9 @@ _NAME = "demo"
 def run(args: Sequence[str]) -> int:
     """Run what is left of the demo and say where the report is."""
     _, words = split_words(args, most=0)
-    minutes, is_fresh, words = _take_own_words(words)
+    minutes, is_fresh, words = take_minutes(
+        words, default=12.0, least=1, expected="a number of minutes from 1 to 1440"
+    )
     if not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={_RECIPE}", *words]
     began = time.monotonic()
@@ -47,26 +48,6 @@ def run(args: Sequence[str]) -> int:
             demo.finish()
     demo.say_where()
     return 0
-
-
-def _take_own_words(words: list[str]) -> tuple[float, bool, list[str]]:
-    minutes, is_fresh, rest = 12.0, False, []
-    for word in words:
-        key, _, value = word.partition("=")
-        if key == "minutes":
-            try:
-                minutes = float(value)
-            except ValueError:
-                minutes = -1.0
-            if not 1 <= minutes <= 24 * 60:
-                raise ConfigError(f"minutes={value}: expected a number of minutes from 1 to 1440")
-        elif key == "fresh":
-            if value not in ("true", "false"):
-                raise ConfigError(f"fresh={value}: expected true or false")
-            is_fresh = value == "true"
-        else:
-            rest.append(word)
-    return minutes, is_fresh, rest
 
 
 def _open(minutes: float, is_fresh: bool, words: list[str], began: float) -> tuple["Demo", bool]:

@@ -54,3 +54,39 @@ def read_options(words: Sequence[str], defaults: dict[str, str]) -> dict[str, st
             raise ConfigError(f"unknown option {word!r}; known options: {known}")
         options[key] = value
     return options
+
+
+def take_minutes(
+    words: Sequence[str], *, default: float, least: float, expected: str
+) -> tuple[float, bool, list[str]]:
+    """Take `minutes=` and `fresh=` out of the words of a command that plans its own time.
+
+    Args:
+        words: key=value words.
+        default: minutes when none are named.
+        least: fewest minutes; a day is the most.
+        expected: what the error says was expected.
+
+    Returns:
+        Minutes, whether to start anew, and the other words in order.
+
+    Raises:
+        ConfigError: a value that is none.
+    """
+    minutes, is_fresh, rest = default, False, []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "minutes":
+            try:
+                minutes = float(value)
+            except ValueError:
+                minutes = -1.0
+            if not least <= minutes <= 24 * 60:
+                raise ConfigError(f"minutes={value}: expected {expected}")
+        elif key == "fresh":
+            if value not in ("true", "false"):
+                raise ConfigError(f"fresh={value}: expected true or false")
+            is_fresh = value == "true"
+        else:
+            rest.append(word)
+    return minutes, is_fresh, rest

@@ -19,23 +19,8 @@ from draftlab.sampling import ContextTracker, Sampling
 from proofs.drafters import FiveWords, LooksAhead, Sharpened, SureOfTheSecond
 from proofs.enumeration import SEED, Enumeration, distance, engine_law, middles
 from proofs.five_words import EOS, Words, five_word_target
+from proofs.samplings import SAMPLINGS, SEEN, TOLERANCE
 
-TOLERANCE = 1e-10
-SEEN = 0.003  # a broken engine is at least this far off, in total variation
-SAMPLINGS = {
-    "top-k": Sampling(temperature=1.3, top_k=3, logit_bias=((EOS, 1.0),)),
-    "penalties": Sampling(
-        temperature=1.6,
-        top_k=3,
-        repetition_penalty=1.5,
-        frequency_penalty=0.6,
-        presence_penalty=0.4,
-        logit_bias=((EOS, 1.5), (2, 1.0)),
-    ),
-    "no early end": Sampling(
-        temperature=1.6, top_p=0.9, min_p=0.1, logit_bias=((EOS, 2.5),), min_new_tokens=2
-    ),
-}
 # words the drafter can say; some of them the target cannot, and the other way round
 SUPPORTS = {"top-k": (0, EOS), "penalties": (0, EOS), "no early end": (2, EOS)}
 FORK = {"kind": "static", "shape": [2, 1]}

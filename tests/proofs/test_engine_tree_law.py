@@ -16,28 +16,12 @@ from draftlab.decoding.proposing import Proposer
 from draftlab.drafters.tree import DynamicTree, StaticTree
 from draftlab.errors import ConfigError
 from draftlab.randomness import Purpose
-from draftlab.sampling import Sampling
 from proofs.drafters import FiveWords
 from proofs.enumeration import Enumeration, distance, engine_law, middles
 from proofs.five_words import EOS, Words, five_word_target
 from proofs.grown_trees import ChosenLengths, CutByDraws, Grower, GrownTrees, settings_for
+from proofs.samplings import SAMPLINGS, SEEN, TOLERANCE
 
-TOLERANCE = 1e-10
-SEEN = 0.003  # a broken engine is at least this far off, in total variation
-SAMPLINGS = {
-    "top-k": Sampling(temperature=1.3, top_k=3, logit_bias=((EOS, 1.0),)),
-    "penalties": Sampling(
-        temperature=1.6,
-        top_k=3,
-        repetition_penalty=1.5,
-        frequency_penalty=0.6,
-        presence_penalty=0.4,
-        logit_bias=((EOS, 1.5), (2, 1.0)),
-    ),
-    "no early end": Sampling(
-        temperature=1.6, top_p=0.9, min_p=0.1, logit_bias=((EOS, 2.5),), min_new_tokens=2
-    ),
-}
 DYNAMIC = {"kind": "dynamic", "num_nodes": 5, "top_k": 2, "depth": 3}
 BUDGETED = {"kind": "budgeted", "max_nodes": 5, "top_k": 2, "depth": 3}
 CHOSEN = {"kind": "budgeted", "max_nodes": 2, "top_k": 1, "depth": 2}
