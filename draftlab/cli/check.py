@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.cli.disk import describe_bytes, free_bytes
 from draftlab.cli.words import read_options, split_words
+from draftlab.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftlab.cli.accelerators import Accelerator
@@ -21,11 +22,14 @@ what would run and what it will take: memory of a device part by part, disk, hou
 of a hub model it reads config.json (a few kilobytes) where the hub answers, else what is published
 of the models that recipes name. Exits 2 when the run could not work.
 
+  probe=true         load the target, answer a few prompts and take a few training steps here, in
+                     about half a minute beyond loading: hours and memory measured, not estimated
+
   accelerator=NAME   whose speed and memory hours are told for, where the run uses CUDA: rtx4090,
                      l40s, a100, h100 (the default), h200, b200
 
-Memory and hours are estimates from sizes and from the shares of the peak that are printed, at
-answers of full length; nothing is measured.
+Without a probe, memory and hours are estimates from sizes and from the shares of the peak that are
+printed, at answers of full length.
 
 examples:
   draftlab check recipe=smoke/tiny
@@ -39,13 +43,17 @@ _GB = 1e9
 def run(args: list[str]) -> int:
     """Check a run and estimate it."""
     from draftlab.cli.accelerators import find_accelerator
+    from draftlab.cli.estimate import require_training
     from draftlab.cli.launch import compose_run, require_inputs
     from draftlab.cli.run_warnings import list_warnings
 
     _, words = split_words(args, most=0)
-    own = [word for word in words if word.startswith("accelerator=")]
+    own = [word for word in words if word.startswith(("accelerator=", "probe="))]
     words = [word for word in words if word not in own]
-    accelerator = find_accelerator(read_options(own, {"accelerator": "h100"})["accelerator"])
+    options = read_options(own, {"accelerator": "h100", "probe": "false"})
+    accelerator = find_accelerator(options["accelerator"])
+    if options["probe"] not in ("true", "false"):
+        raise ConfigError(f"probe={options['probe']}: expected true or false")
     settings, composed = compose_run(words)
     estimate = require_inputs(settings, asks_hub=True)
     chosen = ", ".join(f"{group}={name}" for group, name in composed.choices.items() if name)
@@ -74,6 +82,9 @@ def run(args: list[str]) -> int:
     _print_disk(settings, estimate)
     if settings.hardware.kind != "cpu":
         _print_time(settings, estimate, accelerator)
+    if options["probe"] == "true":
+        require_training(estimate, settings.drafter.kind)
+        _print_pace(settings, estimate)
     for warning in list_warnings(settings, estimate, accelerator):
         print(f"warning: {warning}")
     if estimate.trains_nothing:
@@ -207,6 +218,31 @@ def _print_time(settings: "RunSettings", estimate: "Estimate", accelerator: "Acc
         print(f"  {'training, hours':<38} {found.training:>8.1f}   {note}".rstrip())
     pace = found.plain_tokens_per_s
     print(f"  {'plain decoding at batch 1, tokens/s':<38} {pace:>8.0f}")
+
+
+def _print_pace(settings: "RunSettings", estimate: "Estimate") -> None:
+    from draftlab.cli.pace import measure_pace
+    from draftlab.cli.time_forecast import training_tokens
+
+    print("\nmeasuring on this machine ...", flush=True)
+    pace, workload = measure_pace(settings), estimate.workload
+    count = settings.hardware.num_processes
+    print(f"measured here in {pace.seconds:.0f} s, one process of {count}")
+    answers = workload.num_answers * settings.regenerate.max_new_tokens if workload else None
+    trained = training_tokens(settings, workload) if workload else None
+    if trained is not None:
+        trained /= count
+    stages = {"answers": (pace.answering, answers), "training": (pace.training, trained)}
+    for stage, (rate, tokens) in stages.items():
+        if rate is not None:
+            print(f"  {stage + ', tokens/s':<38} {rate:>8.0f}")
+            if tokens is not None:
+                note = f"at most, for {tokens:,.0f} tokens"
+                print(f"  {stage + ', minutes':<38} {tokens / rate / 60:>8.1f}   {note}")
+    if pace.plain is not None:
+        print(f"  {'plain decoding at batch 1, tokens/s':<38} {pace.plain:>8.1f}")
+    if pace.memory_bytes is not None:
+        print(f"  {'memory at its highest, GB':<38} {pace.memory_bytes / _GB:>8.2f}")
 
 
 def _limits(train: "TrainSettings") -> str:

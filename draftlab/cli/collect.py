@@ -96,8 +96,9 @@ def collect_samples(
             _prompts_of(prepared.held_out),
             {"answers": "given", "data": asdict(prepared.report)},
         )
-    if target.speculation_refusal is not None:
-        # answered through transformers alone; hidden states are then computed in training
+    reads_nothing = not needs.tap_layers and not needs.wants_final
+    if target.speculation_refusal is not None or reads_nothing:
+        # nothing is asked for, or transformers answers and shows none: training computes them
         answering = answering.model_copy(update={"capture_features": False})
     chats = read_split(data, "train", cache, target.tokenizer).conversations
     questions, too_long = list_questions(

@@ -85,8 +85,9 @@ class Estimate:
 
     @property
     def trains_nothing(self) -> bool:
-        """True for a target with an encoder, which decodes only."""
-        return self.outline is not None and self.outline.has_encoder
+        """True for a target with an encoder, which decodes only, and drafters without weights."""
+        has_encoder = self.outline is not None and self.outline.has_encoder
+        return has_encoder or (self.drafter is not None and self.drafter.num_trainable == 0)
 
 
 def estimate_run(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
@@ -145,17 +146,27 @@ def require_disk(estimate: Estimate, outputs: Path) -> None:
         )
 
 
-def require_training(estimate: Estimate) -> None:
-    """Refuse to train for a target that only decodes.
+def require_training(estimate: Estimate, kind: str) -> None:
+    """Refuse to train where there is nothing to train.
+
+    Args:
+        estimate: of the run.
+        kind: of drafter.
 
     Raises:
-        ConfigError: the target has an encoder.
+        ConfigError: the target has an encoder, or the drafter no weights of its own.
     """
-    if estimate.trains_nothing and estimate.outline is not None:
+    if not estimate.trains_nothing:
+        return
+    if estimate.outline is not None and estimate.outline.has_encoder:
         raise ConfigError(
             f"target {estimate.outline.name} has an encoder: draftlab decodes with it and trains "
             "nothing for it; measure it with draftlab eval and the same words"
         )
+    raise ConfigError(
+        f"drafter={kind} has no weights, so there is nothing to train; measure it as it is: "
+        f"draftlab eval drafter={kind}"
+    )
 
 
 def find_target_sizes(target: TargetSettings, outline: Outline | None) -> TargetSizes | None:

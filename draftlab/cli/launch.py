@@ -80,7 +80,7 @@ def prepare_run(words: Sequence[str]) -> tuple[RunDir, RunSettings]:
 def _begin(
     settings: RunSettings, family: Path, digest: str, run_id: str | None = None
 ) -> tuple[RunDir, RunSettings]:
-    require_training(require_inputs(settings))
+    require_training(require_inputs(settings), settings.drafter.kind)
     settings = _decide(settings)
     run = create_run(family.parent, family.name, run_id=run_id)
     provenance = collect_provenance(seed=settings.seed)

@@ -54,7 +54,7 @@ def forecast_time(
     if workload.is_answered_here and outline.refusal is None:
         tokens = workload.num_answers * settings.regenerate.max_new_tokens
         answers = _answer_s(settings, estimate, outline, workload, accelerator) / _HOUR
-    trained = _training_tokens(settings, workload)
+    trained = training_tokens(settings, workload)
     training = None
     if estimate.drafter is not None and estimate.drafter.num_trainable:
         limits = []
@@ -150,7 +150,8 @@ def _gather_s(
     return moved / (BANDWIDTH_SHARE * accelerator.link_bytes_per_s)
 
 
-def _training_tokens(settings: RunSettings, workload: Workload) -> float | None:
+def training_tokens(settings: RunSettings, workload: Workload) -> float | None:
+    """Compute how many tokens pass in training; None where minutes alone end it."""
     train = settings.train
     limits: list[float] = []
     if train.max_epochs is not None:

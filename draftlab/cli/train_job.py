@@ -14,7 +14,7 @@ from draftlab.cli.probe import AcceptanceProbe
 from draftlab.cli.probe_table import describe_probes, list_probes
 from draftlab.cli.schema import RunSettings
 from draftlab.cli.vocab_report import report_vocab
-from draftlab.data.learning import learn_prompts
+from draftlab.data.learning import mark_learned
 from draftlab.data.packing import cut_samples, pack
 from draftlab.drafters.base import Drafter, DraftVocabSettings, num_trainable
 from draftlab.drafters.store import build_drafter, load_drafter
@@ -118,9 +118,7 @@ def train_drafter(
     drafter = make_drafter(run, settings, target, collected)
     vocab = getattr(drafter, "vocab", None)
     target.run_on_first(lambda: report_vocab(vocab, target, collected), is_first=_is_first_rank())
-    samples = collected.samples
-    if settings.data.learn == "all":
-        samples = learn_prompts(samples)
+    samples = mark_learned(collected.samples, settings.data.learn)
     cut = cut_samples(samples, train.row_tokens)
     if cut.num_cut:
         log.info(

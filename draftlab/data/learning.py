@@ -7,11 +7,17 @@ are there already: where answers are few, prompts double the places to learn fro
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from draftlab.data.packing import Sample
 from draftlab.shapes import Int, Tensor
+
+
+def mark_learned(samples: Sequence[Sample], learn: Literal["answers", "all"]) -> list[Sample]:
+    """Mark what `data.learn` says is learned."""
+    return learn_prompts(samples) if learn == "all" else list(samples)
 
 
 def learn_prompts(samples: Sequence[Sample]) -> list[Sample]:

@@ -7,6 +7,8 @@ Slot 0 holds the anchor's embedding, the others a mask embedding; slot j stands 
 position + j. The features of a position are computed once and give keys and values in every layer.
 """
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import nn
@@ -14,79 +16,53 @@ from torch import nn
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._block_layer import BlockLayer
 from draftlab.drafters._spans import block_spans
+from draftlab.drafters._taps import TapSettings
 from draftlab.drafters._unrolling import PickedRows
-from draftlab.drafters._weighing import Normalise, PositionWeights, check_position_weights
-from draftlab.drafters.base import DraftVocabSettings
-from draftlab.drafters.layers import LayerSizes, RMSNorm, Rope, rope_of, signed_sin
+from draftlab.drafters.layers import LayerSizes, RMSNorm, angles_of
 from draftlab.errors import ConfigError
-from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.shapes import Bool, Float, Int, Tensor
-from draftlab.targets.features import FeatureRequest
 from draftlab.targets.view import TargetView
 
 _SAMPLE_IDS = 256  # embeddings whose spread a learned mask embedding starts with
 
 
-class BlockSettings(DraftVocabSettings):
-    """Keys that every block drafter has.
+class BlockSettings(TapSettings):
+    """Settings of block drafters.
 
     Attributes:
         block_size: slots of a block, the anchor's included.
-        num_layers: decoder layers.
-        intermediate_size: width of their MLPs; None means the target's.
-        tap_layers: taps to read, ascending; None means five, evenly spread.
         sliding_window: positions a slot may look back to, itself included; None means all.
         causal: a slot sees only the slots up to itself.
         mask_token_id: target id whose embedding stands in unknown slots; None learns one.
         max_anchors: blocks trained of a sample; None means one at every position it can have.
-        position_weights: decay weighs the k-th predicted token by step_decay ** (k - 1); d_pace by
-            how likely it is reached.
-        step_decay: for position_weights=decay, None otherwise.
-        normalise: sequence gives every answer the same weight; token every token.
-        objective: name of the loss, or a weighted sum of several.
     """
 
+    anchor_predicts: ClassVar[bool]  # the anchor's own slot predicts a token, as the others do
     block_size: int = Field(ge=2)
-    num_layers: PositiveInt
-    intermediate_size: PositiveInt | None
-    tap_layers: tuple[int, ...] | None
     sliding_window: PositiveInt | None
     causal: bool
     mask_token_id: int | None
     max_anchors: PositiveInt | None
-    position_weights: PositionWeights
-    step_decay: float | None = Field(gt=0, le=1)
-    normalise: Normalise
-    objective: str
+
+    @property
+    def num_predicted(self) -> int:
+        """Draft tokens that a block proposes: one a slot that predicts."""
+        return self.block_size if self.anchor_predicts else self.block_size - 1
 
     @model_validator(mode="after")
     def _check_block(self) -> "BlockSettings":
-        if self.tap_layers is not None and not self.tap_layers:
-            raise ValueError("tap_layers=[]: expected at least one tap, or null for the default")
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
                 f"sliding_window={self.sliding_window} is below block_size={self.block_size}; "
                 "expected a window that holds a block, or null"
             )
-        check_position_weights(self.position_weights, self.step_decay, key="step_decay")
-        try:
-            objective(self.objective)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    def check_depth(self, deepest: int) -> None:
-        """Refuse more draft tokens than a block has.
-
-        Raises:
-            ValueError: for pydantic, which words it as a ConfigError.
-        """
-        if self.num_draft_tokens > deepest:
+        if self.num_draft_tokens > self.num_predicted:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a block of "
-                f"block_size={self.block_size} proposes at most {deepest}"
+                f"block_size={self.block_size} proposes at most {self.num_predicted}"
             )
+        return self
 
 
 class BlockBackbone(nn.Module):
@@ -94,23 +70,19 @@ class BlockBackbone(nn.Module):
 
     mask_embedding: Tensor
 
-    def __init__(self, settings: BlockSettings, target: TargetView) -> None:
+    def __init__(self, settings: BlockSettings, target: TargetView, num_taps: int) -> None:
         """Build in float32 or wider, on the target's device.
 
         Raises:
-            ConfigError: taps or a mask token that the target does not have.
+            ConfigError: a mask token that the target does not have.
         """
         super().__init__()
         self.choices = settings
         self.target = target
-        spec = target.spec
-        width = spec.hidden_size
-        taps = settings.tap_layers or spread_taps(spec.num_layers)
-        self.needs = FeatureRequest(taps, wants_final=True)
-        self.needs.check(spec.num_layers)
+        width = target.spec.hidden_size
         self.sizes = sizes = LayerSizes.of(target.config, settings.intermediate_size)
-        self.rope: Rope = rope_of(target, sizes.head_dim)
-        self.fc = nn.Linear(len(taps) * width, width, bias=False)
+        self.angles = angles_of(target, sizes.head_dim)
+        self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, sizes.eps)
         self.layers = nn.ModuleList(BlockLayer(sizes) for _ in range(settings.num_layers))
         self.norm = RMSNorm(width, sizes.eps)
@@ -144,13 +116,6 @@ class BlockBackbone(nn.Module):
     def block_layers(self) -> list[BlockLayer]:
         """Give the layers by their type."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
-
-    def angles(
-        self, positions: Int[Tensor, "*N"]
-    ) -> tuple[Float[Tensor, "*N Dr"], Float[Tensor, "*N Dr"]]:
-        """Compute cos and signed sin of positions."""
-        cos, sin = self.rope(positions)
-        return cos, signed_sin(sin)
 
     def fuse_taps(self, taps: Float[Tensor, "*N L D"]) -> Float[Tensor, "*N D"]:
         """Join the taps of a position into what all layers read."""

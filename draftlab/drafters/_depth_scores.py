@@ -59,7 +59,7 @@ class Predictions:
             batch: token rows.
             masks: True where depth k of row t predicts token t + lead + k and that counts.
             lead: how far ahead the first depth looks.
-            dtype: of the weights, float32 or wider.
+            dtype: of the drafter; weights are float32 or wider.
         """
         num_depths, _, width = masks.shape
         needed = torch.zeros_like(masks[0])
@@ -72,7 +72,8 @@ class Predictions:
         sources = judges - (lead - 1) - depths
         inside = sources.clamp_min(0)
         counts = (sources >= 0) & masks[depths, rows, inside]
-        return cls(rows, judges, inside, counts, counts.to(dtype))
+        wide = torch.promote_types(dtype, torch.float32)
+        return cls(rows, judges, inside, counts, counts.to(wide))
 
     def take(
         self, states: Sequence[Float[Tensor, "B _ D"]], place: Int[Tensor, "B T"]

@@ -124,9 +124,9 @@ class Branches:
     offset: int
     ancestors: Bool[Tensor, "R W E"]
 
-    def visible(self, live: int) -> Bool[Tensor, "R W S"]:
-        """True where a new column may look at a slot; S = live."""
-        inside = torch.arange(live, device=self.base.device) - self.base.view(-1, 1, 1)
+    def visible(self, slots: Int[Tensor, " S"]) -> Bool[Tensor, "R W S"]:
+        """True where a new column may look at a slot, as far as windows do not forbid it."""
+        inside = slots - self.base.view(-1, 1, 1)
         last = self.ancestors.shape[2] - 1
         index = inside.clamp(0, last).expand(-1, self.ancestors.shape[1], -1)
         return (inside < 0) | ((inside <= last) & self.ancestors.gather(2, index))
@@ -139,13 +139,15 @@ class NewPositions:
     Attributes:
         rows: slots of sequences, unique.
         positions: of every column; equal to its slot in memory unless there are `branches`.
-        live: memory slots from 0 that any row may look at.
+        live: memory slots below it are all that any row may look at.
         is_prefix: True when `rows` is 0..R-1 in order.
         is_level: True when there is one column and it is at slot `live` - 1 in every row, so that
-            no mask is needed.
+            no mask is needed: a window begins at `first`.
         last: the only column of each row whose output is wanted, the others being there for their
             keys; None wants all.
-        branches: for the nodes of a tree; None is a chain.
+        branches: for the nodes of a tree; None is a chain. Its ancestors are those in the window.
+        window: positions a column may look back to, itself included; None means all.
+        first: memory slots below it lie outside of every window.
     """
 
     rows: Int[Tensor, " R"]
@@ -155,6 +157,8 @@ class NewPositions:
     is_level: bool
     last: Int[Tensor, " R"] | None = None
     branches: Branches | None = None
+    window: int | None = None
+    first: int = 0
 
     @property
     def slots(self) -> Int[Tensor, "R W"]:
@@ -168,11 +172,17 @@ class NewPositions:
         """True where a position may look, tiled for grouped heads."""
         if self.is_level:
             return None
-        if self.branches is not None:
-            return tile_mask(self.branches.visible(self.live), groups)
         own = self.positions if last is None else self.positions.gather(1, last.unsqueeze(1))
-        slots = torch.arange(self.live, device=own.device)
-        return tile_mask(slots <= own.unsqueeze(2), groups)
+        slots = torch.arange(self.first, self.live, device=own.device)
+        own = own.unsqueeze(2)
+        seen = slots <= own if self.branches is None else self.branches.visible(slots)
+        if self.window is None:
+            return tile_mask(seen, groups)
+        # columns past a row's length stand past `live`: they count for nothing, but see something
+        near = slots > own.clamp_max(self.live - 1) - self.window
+        if self.branches is not None:  # slots of a tree are no positions
+            near = near | (slots >= self.branches.base.view(-1, 1, 1))
+        return tile_mask(seen & near, groups)
 
 
 def decode_layers(
@@ -228,7 +238,8 @@ def _decode_layer(
         residual = residual[row, last].unsqueeze(1)
     mask = where.mask(heads // kv_heads, last)
     past = kv.read(index, where.rows, where.live, is_prefix=where.is_prefix)
-    seen = attend(queries, *past, mask, scale=layer.sizes.head_dim**-0.5)
+    keys, values = (x[:, :, where.first :] for x in past)
+    seen = attend(queries, keys, values, mask, scale=layer.sizes.head_dim**-0.5)
     residual = matrices.out.add_to(residual, seen.flatten(2))
     gate, up = matrices.gate_up(layer.post_attention_layernorm(residual)).chunk(2, dim=-1)
     return matrices.down.add_to(residual, nn.functional.silu(gate) * up)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from draftlab.drafters._chain import Chain, largest_probability
 from draftlab.drafters._eagle_layer import Branches, EagleLayer, LayerMatrices, NewPositions
-from draftlab.drafters._growth import Temperature, grow, num_expanded, temperature_of
+from draftlab.drafters._growth import grow, num_expanded
 from draftlab.drafters.base import DraftBudget, Observation
 from draftlab.drafters.layers import LayerSizes
-from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
-from draftlab.sampling import draw, greedy_ids, process
+from draftlab.drafters.tree import DraftTree
 from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.packing import PackedLinear
@@ -40,6 +40,7 @@ class HeadMemory:
         layers: matrices, one entry a layer.
         fc: makes the input of the layers.
         head: the LM head.
+        window: positions a row may look back to, itself included; None means all.
     """
 
     kv: KVBuffers
@@ -54,6 +55,11 @@ class HeadMemory:
     layers: list[LayerMatrices]
     fc: PackedLinear
     head: PackedLinear
+    window: int | None
+
+    def reach(self, position: int) -> int:
+        """Give the first slot that anything at a position, or after it, may look at."""
+        return 0 if self.window is None else max(position - self.window + 1, 0)
 
 
 # (memory, where, tokens [R W], features [R W D]) -> what is fed back [R Wo D], logits [R Wo C];
@@ -70,6 +76,7 @@ def open_memory(
     ids: Int[Tensor, " C"],
     fc: PackedLinear,
     head: PackedLinear,
+    window: int | None = None,
 ) -> HeadMemory:
     """Make buffers and fused matrices, in the dtype of the layers.
 
@@ -81,6 +88,7 @@ def open_memory(
         ids: target id of every row of `head`.
         fc: makes the input of the layers.
         head: the LM head, without ids that are no tokens.
+        window: positions a row may look back to, itself included; None means all.
     """
     weight = layers[0].self_attn.q_proj.weight
     dtype, device, sizes = weight.dtype, weight.device, layers[0].sizes
@@ -97,6 +105,7 @@ def open_memory(
         layers=[LayerMatrices.of(layer) for layer in layers],
         fc=fc,
         head=head,
+        window=window,
     )
 
 
@@ -110,6 +119,7 @@ def observe(
         return
     base = memory.lengths[seen.rows]
     columns = torch.arange(seen.ids.shape[1], device=base.device)
+    first = memory.reach(min(memory.committed[slot] for slot in slots))
     for slot, count in zip(slots, counts, strict=True):
         memory.committed[slot] += count
     where = NewPositions(
@@ -119,6 +129,8 @@ def observe(
         is_prefix=_is_prefix(slots),
         is_level=False,
         last=(seen.lengths - 1).clamp_min(0),
+        window=memory.window,
+        first=first,
     )
     fed, logits = (x[:, 0] for x in feed(memory, where, seen.next_ids, features))
     has_new = (seen.lengths > 0).unsqueeze(1)
@@ -142,11 +154,10 @@ def propose_chain(
     known = [memory.committed[slot] for slot in slots]
     is_prefix, is_level = _is_prefix(slots), len(set(known)) == 1
     hidden, logits = memory.hidden[rows].unsqueeze(1), memory.logits[rows].unsqueeze(1)
-    law = budget.sampling.drafting if budget.draws else None
-    temperature = temperature_of(budget.sampling)
+    chain = Chain(budget, uniforms, memory.ids)
     num_nodes = torch.where(lengths > 0, (memory.capacity - 1 - lengths).clamp(0, depth), 0)
     sure = torch.ones_like(num_nodes, dtype=torch.bool)
-    tokens, laws, confidence = [], [], []
+    confidence = []
     for k in range(depth):
         if k > 0:
             where = NewPositions(
@@ -155,38 +166,19 @@ def propose_chain(
                 live=min(max(known) + k, memory.capacity + 1),
                 is_prefix=is_prefix,
                 is_level=is_level,
+                window=memory.window,
+                first=memory.reach(min(min(known) + k - 1, memory.capacity)),
             )
-            hidden, logits = feed(memory, where, tokens[-1].unsqueeze(1), hidden)
-        newest = logits[:, 0]
+            hidden, logits = feed(memory, where, chain.newest.unsqueeze(1), hidden)
         if budget.min_confidence is not None:
-            confidence.append(_largest_probability(logits, temperature)[:, 0])
+            confidence.append(largest_probability(logits, budget.sampling)[:, 0])
             sure = sure & (confidence[-1] >= budget.min_confidence)
             num_nodes = torch.where(sure, num_nodes, num_nodes.clamp_max(k))
             if k > 0 and not bool(sure.any()):
                 confidence.pop()
                 break
-        if law is None:
-            columns = greedy_ids(newest)
-        else:
-            laws.append(process(newest, law))
-            columns = draw(laws[-1], uniforms[:, k])
-        tokens.append(memory.ids[columns])
-    chain = torch.stack(tokens, dim=1)
-    told = torch.stack(confidence, dim=1) if confidence else None
-    if law is None:
-        points = chain_of_points(chain, num_nodes)
-        probs, support = points.law_probs, points.law_ids
-    else:
-        probs = torch.stack(laws, dim=1)
-        support = memory.ids.expand(*chain.shape, -1)
-    return DraftTree(
-        tokens=chain,
-        parents=chain_parents(len(slots), chain.shape[1], chain.device),
-        num_nodes=num_nodes,
-        law_probs=probs,
-        law_ids=support,
-        confidence=told,
-    )
+        chain.choose(logits[:, 0])
+    return chain.finish(num_nodes, confidence)
 
 
 def propose_tree(
@@ -203,10 +195,11 @@ def propose_tree(
     lengths = memory.lengths[rows]
     count = num_expanded(budget.tree)
     _make_room(memory, memory.capacity + 1 + count)
-    longest = max(memory.committed[slot] for slot in slots)
+    known = [memory.committed[slot] for slot in slots]
     is_prefix = _is_prefix(slots)
     ancestors = torch.zeros(len(slots), 1, count, dtype=torch.bool, device=rows.device)
     hidden, done, depth = memory.hidden[rows].unsqueeze(1), 0, 0
+    levels: list[int] = []  # tree slot that each begins at
 
     def expand(columns: Tensor, parents: Tensor) -> Tensor:
         nonlocal ancestors, hidden, done, depth
@@ -214,13 +207,17 @@ def propose_tree(
         ancestors = ancestors.gather(1, parents.unsqueeze(-1).expand(-1, -1, count)).clone()
         own = torch.arange(width, device=rows.device)
         ancestors[:, own, done + own] = True
+        levels.append(done)
+        ancestors[..., : levels[memory.reach(depth)]] = False  # they left the window
         where = NewPositions(
             rows=rows,
             positions=(lengths + depth).clamp_max(memory.capacity).unsqueeze(1).expand(-1, width),
-            live=longest + done + width,
+            live=max(known) + done + width,
             is_prefix=is_prefix,
             is_level=False,
             branches=Branches(lengths, done, ancestors),
+            window=memory.window,
+            first=min(memory.reach(min(known) + depth), min(known)),
         )
         before = hidden.gather(1, parents.unsqueeze(-1).expand(-1, -1, hidden.shape[2]))
         hidden, logits = feed(memory, where, memory.ids[columns], before)
@@ -243,13 +240,6 @@ def close(memory: HeadMemory, rows: Int[Tensor, " R"]) -> None:
     memory.lengths[rows] = 0
     for slot in rows.tolist():
         memory.committed[slot] = 0
-
-
-def _largest_probability(
-    logits: Float[Tensor, "R W C"], temperature: Temperature
-) -> Float[Tensor, "R W"]:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return (wide.max(-1).values - wide.logsumexp(-1)).exp()
 
 
 def _is_prefix(slots: list[int]) -> bool:

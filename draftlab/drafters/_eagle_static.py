@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
+from draftlab.drafters._chain import Chain
 from draftlab.drafters._eagle_layer import NewPositions
 from draftlab.drafters._eagle_memory import Feed, HeadMemory
 from draftlab.drafters.base import DraftBudget, Observation
-from draftlab.drafters.tree import DraftTree, chain_parents
-from draftlab.sampling import draw, greedy_ids, process
+from draftlab.drafters.tree import DraftTree
 from draftlab.shapes import Float, Int, Tensor
 
 # (memory, positions processed) -> the features that the head reads there [R W D]
@@ -40,33 +40,14 @@ class StaticHead:
         """
         rows, depth, lengths = budget.rows, budget.num_draft_tokens, state.lengths
         hidden, logits = state.hidden.unsqueeze(1), state.logits.unsqueeze(1)
-        law = budget.sampling.drafting if budget.draws else None
-        tokens, laws = [], []
+        chain = Chain(budget, uniforms, state.ids)
         for k in range(depth):
             if k > 0:
                 positions = (lengths + (k - 1)).clamp_max(state.capacity).unsqueeze(1)
                 where = _place(state, rows, positions, live)
-                hidden, logits = self._feed(state, where, tokens[-1].unsqueeze(1), hidden)
-            newest = logits[:, 0]
-            if law is None:
-                columns = greedy_ids(newest)
-            else:
-                laws.append(process(newest, law))
-                columns = draw(laws[-1], uniforms[:, k])
-            tokens.append(state.ids[columns])
-        chain = torch.stack(tokens, dim=1)
-        if laws:
-            probs, support = torch.stack(laws, dim=1), state.ids.expand(*chain.shape, -1)
-        else:
-            probs, support = torch.ones_like(chain, dtype=logits.dtype), chain
-            probs, support = probs.unsqueeze(-1), support.unsqueeze(-1)
-        return DraftTree(
-            tokens=chain,
-            parents=chain_parents(chain.shape[0], depth, chain.device),
-            num_nodes=(state.capacity - 1 - lengths).clamp(0, depth) * (lengths > 0),
-            law_probs=probs,
-            law_ids=support,
-        )
+                hidden, logits = self._feed(state, where, chain.newest.unsqueeze(1), hidden)
+            chain.choose(logits[:, 0])
+        return chain.finish((state.capacity - 1 - lengths).clamp(0, depth) * (lengths > 0))
 
     def observe(self, state: HeadMemory, seen: Observation, *, live: int) -> None:
         """Write keys and values by true features; keep the last position's output.
@@ -105,4 +86,5 @@ def _place(
         is_prefix=True,
         is_level=False,
         last=last,
+        window=state.window,
     )

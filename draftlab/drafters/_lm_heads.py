@@ -3,12 +3,49 @@
 from typing import Literal
 
 import torch
+from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import nn
 
+from draftlab.drafters._weighing import LossSettings
 from draftlab.errors import ConfigError
 from draftlab.shapes import Float, Tensor
 
 HeadForm = Literal["own", "tied", "low_rank"]
+
+
+class HeadsSettings(LossSettings):
+    """Settings of drafters with a head for every draft token.
+
+    Attributes:
+        num_heads: heads, at least `num_draft_tokens`.
+        num_blocks: layers of a head's network, each with weights of its own.
+        head: own trains a Vd x D matrix a head, started from the target's; tied uses the target's
+            frozen rows; low_rank trains D -> rank -> Vd, started from the best such approximation
+            of the target's.
+        head_rank: rank of `low_rank`, None otherwise.
+        head_decay: for position_weights=decay, None otherwise.
+    """
+
+    decay_key = "head_decay"
+    num_heads: PositiveInt
+    num_blocks: PositiveInt
+    head: HeadForm
+    head_rank: PositiveInt | None
+    head_decay: PositiveFloat | None
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> "HeadsSettings":
+        if self.num_heads < self.num_draft_tokens:
+            raise ValueError(
+                f"num_heads={self.num_heads} is below num_draft_tokens={self.num_draft_tokens}; "
+                "expected a head for every draft token"
+            )
+        if (self.head == "low_rank") != (self.head_rank is not None):
+            raise ValueError(
+                f"head_rank={self.head_rank} with head={self.head}; expected a rank with "
+                "head=low_rank, and null otherwise"
+            )
+        return self
 
 
 class LMHeads(nn.Module):
@@ -37,15 +74,8 @@ class LMHeads(nn.Module):
         """
         super().__init__()
         self._tied = rows if form == "tied" else None
-        self.downs = nn.ModuleList()
-        self.tops = nn.ModuleList()
-        if form == "own":
-            self.tops.extend(_linear(rows) for _ in range(count))
-        elif form == "low_rank":
-            assert rank is not None, "settings ask for it"
-            down, top = _best_of_rank(rows, rank)
-            self.downs.extend(_linear(down) for _ in range(count))
-            self.tops.extend(_linear(top) for _ in range(count))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        self.downs, self.tops = start_heads(form, rank, count, rows, wide)
 
     @property
     def matrices(self) -> list[Float[Tensor, "C Dh"]]:
@@ -59,11 +89,36 @@ class LMHeads(nn.Module):
         return self.downs[k](hidden) if self.downs else hidden
 
 
-def _linear(weight: Float[Tensor, "Do Di"]) -> nn.Linear:
-    """A trainable copy of a matrix, float32 or wider, without bias."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+def start_heads(
+    form: HeadForm, rank: int | None, count: int, rows: Float[Tensor, "C D"], dtype: torch.dtype
+) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """Make the trained matrices of heads that start as the target's: D -> rank, and D or rank -> C.
+
+    Args:
+        form: tied has none at all, own none that lead down to a rank.
+        rank: of low_rank.
+        count: K.
+        rows: the target's head, cut to the draft vocabulary.
+        dtype: of the matrices.
+
+    Raises:
+        ConfigError: a rank above the width.
+    """
+    downs, tops = nn.ModuleList(), nn.ModuleList()
+    if form == "own":
+        tops.extend(_linear(rows, dtype) for _ in range(count))
+    elif form == "low_rank":
+        assert rank is not None, "settings ask for it"
+        down, top = _best_of_rank(rows, rank)
+        downs.extend(_linear(down, dtype) for _ in range(count))
+        tops.extend(_linear(top, dtype) for _ in range(count))
+    return downs, tops
+
+
+def _linear(weight: Float[Tensor, "Do Di"], dtype: torch.dtype) -> nn.Linear:
+    """A trainable copy of a matrix, without bias."""
     out, into = weight.shape
-    layer = nn.Linear(into, out, bias=False, device=weight.device, dtype=wide)
+    layer = nn.Linear(into, out, bias=False, device=weight.device, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)
     return layer

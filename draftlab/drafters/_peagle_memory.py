@@ -4,16 +4,15 @@ The newest true rows wait until the next proposal, which runs them together with
 pass over the weights a round. Read observe, then run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from draftlab.drafters._eagle_layer import EagleLayer, LayerMatrices, NewPositions, decode_layers
 from draftlab.drafters.base import Observation
+from draftlab.drafters.layers import Angles
 from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
-
-Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class ParallelMemory:
@@ -33,6 +32,7 @@ class ParallelMemory:
         capacity: int,
         num_depths: int,
         mask_inputs: tuple[Float[Tensor, " D"], Float[Tensor, " D"]],
+        window: int | None,
     ) -> None:
         """Make buffers, rotary tables and fused matrices.
 
@@ -43,11 +43,13 @@ class ParallelMemory:
             capacity: longest sequence, tokens.
             num_depths: most tokens drafted; as many true rows and one more may wait.
             mask_inputs: embedding and hidden state of a mask row.
+            window: positions a row may look back to, itself included; None means all.
         """
         self.capacity = capacity
         self._modules = list(layers)
         self._mask_inputs = mask_inputs
         self._waiting = num_depths + 1
+        self._window = window
         sizes, hidden = layers[0].sizes, mask_inputs[1]
         dtype, device = hidden.dtype, hidden.device
         # mask rows may follow the last slot; one more takes writes that count for nothing
@@ -98,10 +100,10 @@ class ParallelMemory:
         rows, lengths, both = seen.rows[keep], seen.lengths[keep], torch.stack([embedded, hidden])
         both = both[:, keep, :width]
         if width > self._waiting:
-            base = self._lengths[rows]
+            base, lowest = self._lengths[rows], self._least(rows)
             for _, slot, count in new:
                 self._committed[slot] += count
-            self._advance(rows, base, both, live=self._most(rows))
+            self._advance(rows, base, both, lowest=lowest, live=self._most(rows))
             both = both.gather(2, (lengths - 1).view(1, -1, 1, 1).expand(2, -1, -1, both.shape[3]))
             self._newest[:, rows, :1] = both
             self._counts[rows] = 1
@@ -128,8 +130,8 @@ class ParallelMemory:
             true = torch.nn.functional.pad(true, (0, 0, 0, max(width - waiting, 0)))[:, :width]
             inputs.append(torch.where(is_true, true, mask))
         base = self._lengths[rows] - counts
-        live = self._most(rows) + depth - 1
-        output = self._advance(rows, base, torch.stack(inputs), live=live)
+        lowest, live = self._least(rows) - waiting, self._most(rows) + depth - 1
+        output = self._advance(rows, base, torch.stack(inputs), lowest=lowest, live=live)
         for slot in picked:
             self._is_run[slot] = True
         steps = torch.arange(depth, device=rows.device)
@@ -153,12 +155,16 @@ class ParallelMemory:
     def _most(self, rows: Int[Tensor, " R"]) -> int:
         return max(self._committed[slot] for slot in rows.tolist())
 
+    def _least(self, rows: Int[Tensor, " R"]) -> int:
+        return min(self._committed[slot] for slot in rows.tolist())
+
     def _run_waiting(self, slots: list[int]) -> None:
         """Write keys and values of rows that no proposal has run."""
         rows = torch.tensor(slots, device=self._lengths.device)
         counts = self._counts[rows]
         inputs = self._newest[:, rows, : int(counts.max())]
-        self._advance(rows, self._lengths[rows] - counts, inputs, live=self._most(rows))
+        lowest, live = self._least(rows) - self._waiting, self._most(rows)
+        self._advance(rows, self._lengths[rows] - counts, inputs, lowest=lowest, live=live)
 
     def _advance(
         self,
@@ -166,9 +172,10 @@ class ParallelMemory:
         base: Int[Tensor, " R"],
         inputs: Float[Tensor, "2 R W D"],
         *,
+        lowest: int,
         live: int,
     ) -> Float[Tensor, "R W D"]:
-        """Run rows at positions base, base + 1, ... through the layers."""
+        """Run rows at positions base, base + 1, ... through the layers; `lowest` bounds base."""
         picked = rows.tolist()
         columns = torch.arange(inputs.shape[2], device=rows.device)
         positions = (base.unsqueeze(1) + columns).clamp_max(self._kv.capacity - 1)
@@ -178,6 +185,8 @@ class ParallelMemory:
             live=live,
             is_prefix=picked == list(range(len(picked))),
             is_level=False,
+            window=self._window,
+            first=0 if self._window is None else max(lowest - self._window + 1, 0),
         )
         embedded, hidden = inputs.unbind(0)
         angles = self._cos[positions], self._sin[positions]

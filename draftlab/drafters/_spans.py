@@ -105,14 +105,25 @@ def _list_tiles(taken: Tensor) -> tuple[Tensor, Tensor]:
     return marks.sum(-1, dtype=torch.int32), listed.to(torch.int32)
 
 
-def past_spans(segment_ids: Int[Tensor, "B T"], index: Int[Tensor, "B A"]) -> Spans:
-    """Let rows see their own sample up to the position they stand at.
+def past_spans(
+    segment_ids: Int[Tensor, "B T"],
+    index: Int[Tensor, "B A"],
+    *,
+    window: int | None = None,
+    ahead: int = 0,
+) -> Spans:
+    """Let rows see their own sample up to the position they were made at.
 
     Args:
         segment_ids: of every position; a sample's positions follow one another.
         index: position of each row.
+        window: positions a row may look back to, itself included; None means all.
+        ahead: positions that a row, a draft, stands after the one it was made at.
     """
-    return Spans(sample_starts(segment_ids).gather(1, index), index + 1, segment_ids.shape[1])
+    first = sample_starts(segment_ids).gather(1, index)
+    if window is not None:
+        first = first.maximum(index + (ahead - window + 1))
+    return Spans(first, index + 1, segment_ids.shape[1])
 
 
 def block_spans(

@@ -13,10 +13,10 @@ from draftlab.data.batch import TokenBatch
 from draftlab.drafters._eagle_layer import EagleLayer
 from draftlab.drafters._spans import Spans, past_spans
 from draftlab.drafters._training_attention import attend_unrolled
+from draftlab.drafters.layers import Angles
 from draftlab.shapes import Bool, Float, Int, Tensor
 
 Embed = Callable[[Tensor], Tensor]  # token ids to embeddings
-Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions to cos and signed sin
 Join = Callable[[Tensor, Tensor], Tensor]  # (embedding, feature) to what the first layer reads
 # the last layer's output to (what is judged, what the next depth reads as its feature)
 FeedBack = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -62,6 +62,7 @@ def unroll(
     angles: Angles,
     join: Join,
     feed: FeedBack,
+    window: int | None = None,
 ) -> list[Float[Tensor, "B A D"]]:
     """Run a head at every depth, each on what the one before fed back: as a draft does.
 
@@ -77,21 +78,31 @@ def unroll(
         angles: see `Angles`.
         join: see `Join`.
         feed: see `FeedBack`.
+        window: positions a row may look back to, itself included, at least K; None means all.
 
     Returns:
         What is judged, depth by depth, at the picked rows.
     """
     positions = rows.take(batch.positions)
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-    spans = past_spans(batch.segment_ids, rows.index)
+    spans = past_spans(batch.segment_ids, rows.index, window=window)
 
     embedded = embed(batch.shifted_ids(1))
     hidden, past = _first_depth(
-        layers, batch, embedded, join(embedded, features), angles(batch.positions), spans, rows
+        layers,
+        batch,
+        embedded,
+        join(embedded, features),
+        angles(batch.positions),
+        spans,
+        rows,
+        window,
     )
     judged, fed = feed(hidden)
     states = [judged]
     for depth in range(1, depths):
+        if window is not None:
+            spans = past_spans(batch.segment_ids, rows.index, window=window, ahead=depth)
         embedded = embed(rows.take(batch.shifted_ids(1 + depth)))
         hidden, turn = join(embedded, fed), angles(positions + depth)
         for layer, (keys, values), mine in zip(layers, past, own, strict=True):
@@ -112,6 +123,7 @@ def _first_depth(
     angles: tuple[Tensor, Tensor],
     spans: Spans,
     rows: PickedRows,
+    window: int | None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Run depth 0: keys everywhere; the last layer's output at the picked rows only."""
     past = []
@@ -125,16 +137,16 @@ def _first_depth(
             queries = layer.queries(x, rows.take(angles[0]), rows.take(angles[1]))
             mixed = attend_unrolled(queries, keys, values, spans, [])
         else:
-            full = full or everywhere(batch)
+            full = full or everywhere(batch, window)
             mixed = attend_unrolled(layer.queries(x, *angles), keys, values, full, [])
         hidden = layer.finish(mixed, residual)
     return hidden, past
 
 
-def everywhere(batch: TokenBatch) -> Spans:
-    """Let every position see its own sample up to itself."""
+def everywhere(batch: TokenBatch, window: int | None) -> Spans:
+    """Let every position see its own sample up to itself, as far back as a window reaches."""
     order = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    return past_spans(batch.segment_ids, order.expand_as(batch.input_ids))
+    return past_spans(batch.segment_ids, order.expand_as(batch.input_ids), window=window)
 
 
 def sequence_sums(

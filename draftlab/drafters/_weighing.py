@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field, field_validator, model_validator
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._depth_scores import Predictions
 from draftlab.drafters._unrolling import sequence_sums
+from draftlab.drafters.base import DraftVocabSettings
 from draftlab.objectives.chunked import chunked_label_probs
+from draftlab.objectives.named import objective
 from draftlab.objectives.weights import by_place, d_pace, decayed
 from draftlab.shapes import Float, Int, Tensor
 
@@ -17,17 +20,50 @@ PositionWeights = Literal["decay", "d_pace"]
 Normalise = Literal["sequence", "token"]
 
 
-def check_position_weights(how: PositionWeights, decay: float | None, *, key: str) -> None:
-    """Refuse a decay that has no effect, or a missing one.
+class LossSettings(DraftVocabSettings):
+    """Keys of drafters that the target's law teaches at several depths.
 
-    Raises:
-        ValueError: for a settings validator.
+    Attributes:
+        position_weights: decay weighs depth k by decay ** k; d_pace by how likely it is reached.
+        normalise: sequence gives every answer the same weight; token every token.
+        objective: name of the loss between the laws, or a weighted sum: 0.1*forward_kl+top_k.
     """
-    if (how == "decay") != (decay is not None):
-        raise ValueError(
-            f"{key}={decay} with position_weights={how}; expected a number with "
-            "position_weights=decay, and null otherwise"
-        )
+
+    decay_key: ClassVar[str]  # a depth is a step for some drafters, a head for others
+    position_weights: PositionWeights
+    normalise: Normalise
+    objective: str
+
+    @property
+    def decay(self) -> float | None:
+        """Weight of a depth relative to the one before it; None with d_pace."""
+        return getattr(self, self.decay_key)
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objective(cls, name: str) -> str:
+        objective(name)
+        return name
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> "LossSettings":
+        if (self.position_weights == "decay") != (self.decay is not None):
+            raise ValueError(
+                f"{self.decay_key}={self.decay} with position_weights={self.position_weights}; "
+                "expected a number with position_weights=decay, and null otherwise"
+            )
+        return self
+
+
+class StepLossSettings(LossSettings):
+    """Settings of drafters whose depths are steps.
+
+    Attributes:
+        step_decay: for position_weights=decay, None otherwise.
+    """
+
+    decay_key = "step_decay"
+    step_decay: float | None = Field(gt=0, le=1)
 
 
 def weigh(

@@ -155,10 +155,11 @@ class ServingWeights:
 class Drafter(nn.Module, ABC):
     """Proposes draft tokens for a frozen target; what is trainable in it is its parameters.
 
-    A subclass says `class Medusa(Drafter, kind="medusa", settings=MedusaSettings)` and is built as
-    `Medusa(settings, target)`, or, when its settings are `DraftVocabSettings`, as
+    A subclass says `class Ngram(Drafter, kind="ngram", settings=NgramSettings)` and is built as
+    `Ngram(settings, target)`, or, when its settings are `DraftVocabSettings`, as
     `Eagle3(settings, target, vocab=DraftVocab | None)`. The `TargetView` is kept by reference: its
-    weights are never parameters, never saved, never counted.
+    weights are never parameters, never saved, never counted. Most that are trained stand on
+    `_feature_drafter.FeatureDrafter`.
 
     `max_draft_tokens` is the deepest chain a drafter can propose, for those with a fixed number of
     heads or block places; None is any. `averages_tokens` says that every `DraftLoss` has a
@@ -181,12 +182,13 @@ class Drafter(nn.Module, ABC):
     adapter: "Adapter | None" = None
     grows_trees: ClassVar[bool] = False
 
-    def __init_subclass__(cls, *, kind: str, settings: type[DrafterSettings]) -> None:
-        """Record the kind; the file's name and the kind are the same word."""
+    def __init_subclass__(cls, *, kind: str | None, settings: type[DrafterSettings]) -> None:
+        """Record the kind, the same word as the file's name; None is a base that kinds share."""
         super().__init_subclass__()
-        cls.kind = kind
         cls.settings_class = settings
-        Drafter.by_kind[kind] = cls
+        if kind is not None:
+            cls.kind = kind
+            Drafter.by_kind[kind] = cls
 
     @property
     @abstractmethod

@@ -34,6 +34,7 @@ from draftlab.data.batch import TokenBatch
 from draftlab.drafters._own_memory import CHUNK, FINAL, OwnMemory, Text
 from draftlab.drafters._reference import load_reference
 from draftlab.drafters._unrolling import sequence_sums
+from draftlab.drafters._weighing import Normalise
 from draftlab.drafters.base import (
     DraftBudget,
     Drafter,
@@ -79,6 +80,7 @@ class DraftModelSettings(DrafterSettings):
             of them evenly, first and last included.
         trainable: all weights, or the decoder layers alone.
         objective: name of the per-token loss, as in draftlab.objectives.
+        normalise: sequence gives every answer the same weight; token every token that is learned.
         reference: a frozen copy that tells which tokens are learned: the folder of a trained
             draft_model of the same sizes, or `start`, this model as it starts. Read in training
             alone. None learns all.
@@ -92,6 +94,7 @@ class DraftModelSettings(DrafterSettings):
     layers: list[int] | None
     trainable: Literal["all", "layers"]
     objective: str
+    normalise: Normalise
     reference: str | None
     learn_fraction: float | None = Field(gt=0, le=1)
 
@@ -152,6 +155,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         self.settings = self._choices = settings
         self.target = target
         self._objective = objective(settings.objective)
+        self.averages_tokens = settings.normalise == "token"
         self._references: list[DraftModel] = []  # a list: no module holds it, so nothing trains it
         self._tables: dict[str, Tensor] = {}
         self._encoder_decoder: EncoderDecoderTarget | None = None
@@ -206,6 +210,8 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
         matrix, ids = self._head()
         learned = self._learned(batch, features.final, b, s, hidden.detach())
         weights = learned.to(torch.promote_types(hidden.dtype, torch.float32))
+        if not self.averages_tokens:
+            weights = weights / sequence_sums(batch.segment_ids, b, s, weights)
         scores = chunked_scores(
             self._objective,
             hidden.unsqueeze(0),
@@ -213,11 +219,16 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             target_final=features.final[b, s],
             target_head=self.target.head,
             labels=batch.input_ids[b, s + 1],
-            weights=(weights / sequence_sums(batch.segment_ids, b, s, weights)).unsqueeze(0),
+            weights=weights.unsqueeze(0),
             vocab_ids=ids,
         )
         return DraftLoss(
-            scores.total, scores.loss_sum, scores.hit_sum, scores.overlap_sum, scores.count
+            scores.total,
+            scores.loss_sum,
+            scores.hit_sum,
+            scores.overlap_sum,
+            scores.count,
+            weights.sum() if self.averages_tokens else None,
         )
 
     def train(self, mode: bool = True) -> "DraftModel":

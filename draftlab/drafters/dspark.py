@@ -8,37 +8,31 @@ k + 1 after the anchor, so the anchor's own slot drafts as well.
 The Markov head is rank r: the token before -> r numbers -> a change of the hidden state that the LM
 head reads. For decoding and serving the latter two are one matrix over the vocabulary, so it costs
 Vd * r a token; training needs neither that matrix nor logits of all tokens. Read first:
-_block_backbone.py, then forward and propose.
+_block_backbone.py, _block_drafter.py, then forward and propose.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._block_backbone import BlockBackbone, BlockSettings, choose_anchors
-from draftlab.drafters._block_loss import arrange_blocks, weigh_blocks
-from draftlab.drafters._block_memory import BlockMemory
-from draftlab.drafters._block_serving import backbone_config, backbone_tensors
-from draftlab.drafters._depth_scores import Predictions, acceptances, score
-from draftlab.drafters._frozen_head import FrozenHead
+from draftlab.drafters._block_backbone import BlockSettings
+from draftlab.drafters._block_drafter import BlockDrafter, BlockState
+from draftlab.drafters._chain import Chain, largest_probability
+from draftlab.drafters._depth_scores import Predictions, acceptances
 from draftlab.drafters._growth import grow
-from draftlab.drafters._one_pass import as_chain, depth_of, largest_probability
-from draftlab.drafters._unrolling import PickedRows, sequence_sums
-from draftlab.drafters.base import DraftBudget, Drafter, DraftLoss, Observation, ServingWeights
+from draftlab.drafters._unrolling import sequence_sums
+from draftlab.drafters.base import DraftBudget, DraftLoss, ServingWeights
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree
 from draftlab.drafters.vocab import JUDGED_OF, DraftVocab, judged_rows
-from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
-from draftlab.sampling import draw, greedy_ids, process
 from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.features import TargetFeatures
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
@@ -54,49 +48,27 @@ class DSparkSettings(BlockSettings):
             confidence is its law's largest probability instead.
     """
 
+    anchor_predicts = True
     markov_rank: PositiveInt
     markov_table: bool
     confidence_weight: NonNegativeFloat
 
-    @model_validator(mode="after")
-    def _check_tokens(self) -> "DSparkSettings":
-        self.check_depth(self.block_size)
-        return self
-
 
 @dataclass(slots=True)
-class DSparkState:
-    """Memory of the backbone, matrices as decoding applies them, and the ids they speak of."""
+class DSparkState(BlockState):
+    """Beside a block's state, the Markov head as a matrix over the ids."""
 
-    memory: BlockMemory
-    head: PackedLinear
     markov: PackedLinear
-    ids: Int[Tensor, " C"]
 
 
-class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
+class DSpark(BlockDrafter[DSparkSettings], kind="dspark", settings=DSparkSettings):
     """A block drafter with a Markov head and a confidence head."""
-
-    grows_trees = True
 
     def __init__(
         self, settings: DSparkSettings, target: TargetView, vocab: DraftVocab | None = None
     ) -> None:
-        """Build the backbone; both small heads start without a say.
-
-        Args:
-            settings: see conf/drafter/dspark.yaml.
-            target: the frozen target; embedding and LM head stay its own.
-            vocab: the draft vocabulary; None means the target's whole one.
-        """
-        super().__init__()
-        self.settings = self._choices = settings
-        self.averages_tokens = settings.normalise == "token"
-        self.target = target
-        self.vocab = vocab
-        self.max_draft_tokens = settings.block_size
-        self.backbone = BlockBackbone(settings, target)
-        self._head = FrozenHead.of(target, vocab)
+        """Build the backbone; both small heads start without a say."""
+        super().__init__(settings, target, vocab)
         width, rank = target.spec.hidden_size, settings.markov_rank
         if settings.markov_table:
             self.markov_in = nn.Embedding(target.spec.vocab_size, rank)
@@ -109,43 +81,28 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
         if self.confidence is not None:
             nn.init.zeros_(self.confidence.weight)
             nn.init.zeros_(self.confidence.bias)
-        self.to(self.backbone.dtype).to(target.device)
-
-    @property
-    def needs(self) -> FeatureRequest:
-        """Taps for the backbone, the final state for the target's law."""
-        return self.backbone.needs
+        self.to(self.dtype).to(target.device)
 
     def _previous(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
         """Reduce the token before a draft token to r numbers."""
-        if self._choices.markov_table:
-            return self.markov_in(ids)
-        return self.markov_in(self.target.embed(ids).detach().to(self.backbone.dtype))
+        return self.markov_in(ids if self._choices.markov_table else self._embed(ids))
 
     # ---------------------------------------------------------------- training
 
     def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
         """Compare every slot with the target, given the true token before it."""
-        taps, final = features.taps, features.final
-        assert taps is not None
+        final = features.final
         assert final is not None
-        choices, head = self._choices, self._head
-        chosen = choose_anchors(batch, noise, choices.max_anchors)
-        anchors = PickedRows.pick(chosen)
-        blocks = self.backbone(batch, taps, anchors)
-        predictions = arrange_blocks(batch, chosen, choices.block_size, blocks.dtype)
-        hidden = predictions.take(blocks.unbind(2), anchors.place)
+        predictions, hidden = self._predict(batch, features, noise)
         # the token before token u + 1 is token u, whichever slot predicts it
         previous = self._previous(batch.input_ids[predictions.batch_rows, predictions.judges])
         corrected = hidden + self.markov_out(previous)
-        predictions = weigh_blocks(choices, predictions, batch, corrected, head)
-        loss = score(
-            objective(choices.objective), predictions, corrected, head, [head.rows], batch, final
-        )
+        predictions = self._weigh(batch, predictions, corrected)
+        loss = self._score(batch, final, predictions, corrected)
         if self.confidence is None:
             return loss
         missed = self._confidence_loss(predictions, hidden, corrected, previous, batch, final)
-        return dataclasses.replace(loss, total=loss.total + choices.confidence_weight * missed)
+        return replace(loss, total=loss.total + self._choices.confidence_weight * missed)
 
     def _confidence_loss(
         self,
@@ -186,19 +143,9 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
     @torch.inference_mode()
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> DSparkState:
         """Make buffers, rotary tables and fused matrices."""
-        del kv
-        dtype, ids = self.backbone.dtype, self._head.support()
-        return DSparkState(
-            memory=BlockMemory(self.backbone, slots, capacity),
-            head=self._head.packed(dtype),
-            markov=fuse(self._markov_rows()[: ids.shape[0]].to(dtype)),
-            ids=ids,
-        )
-
-    @torch.inference_mode()
-    def observe(self, state: DSparkState, seen: Observation) -> None:
-        """Write keys and values of true features."""
-        state.memory.observe(seen)
+        plain = super().open(slots, capacity, kv)
+        markov = fuse(self._markov_rows()[: plain.ids.shape[0]].to(self.dtype))
+        return DSparkState(plain.memory, plain.head, plain.ids, markov)
 
     @torch.inference_mode()
     def propose(
@@ -208,12 +155,9 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
 
         In a tree that is the node's parent, so siblings' children differ in their laws.
         """
-        rows = budget.rows
-        depth = depth_of(budget, self._choices.block_size)
-        hidden = state.memory.run(rows, depth if self._choices.causal else self._choices.block_size)
-        base = state.head(hidden[:, :depth])
-        num_nodes = state.memory.num_nodes(rows, depth)
-        newest = state.memory.anchors[rows]
+        hidden, num_nodes = self._run(state, budget)
+        base, depth = state.head(hidden), hidden.shape[1]
+        newest = state.memory.anchors[budget.rows]
         if budget.tree is not None:
             depths = iter(range(1, depth))
 
@@ -230,8 +174,8 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
                 ids=state.ids,
                 is_live=num_nodes > 0,
             )
-        law = budget.sampling.drafting if budget.draws else None
-        tokens, laws, told = [], [], []
+        chain = Chain(budget, uniforms, state.ids)
+        told = []
         for k in range(depth):
             previous = self._previous(newest)
             logits = base[:, k] + state.markov(previous)
@@ -239,25 +183,9 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
                 told.append(self._confidence_logits(hidden[:, k], previous).float().sigmoid())
             elif budget.min_confidence is not None:
                 told.append(largest_probability(logits.unsqueeze(1), budget.sampling)[:, 0])
-            if law is None:
-                columns = greedy_ids(logits)
-            else:
-                laws.append(process(logits, law))
-                columns = draw(laws[-1], uniforms[:, k])
-            newest = state.ids[columns]
-            tokens.append(newest)
-        return as_chain(
-            torch.stack(tokens, dim=1),
-            torch.stack(laws, dim=1) if laws else None,
-            state.ids,
-            num_nodes,
-            torch.stack(told, dim=1) if told else None,
-        )
-
-    @torch.inference_mode()
-    def close(self, state: DSparkState, rows: Int[Tensor, " R"]) -> None:
-        """Forget these sequences."""
-        state.memory.close(rows)
+            chain.choose(logits)
+            newest = chain.newest
+        return chain.finish(num_nodes, told)
 
     def _markov_rows(self) -> Float[Tensor, "C r"]:
         """Give what the Markov head adds to the logit of every draft token."""
@@ -268,15 +196,14 @@ class DSpark(Drafter, kind="dspark", settings=DSparkSettings):
 
     def serving_weights(self) -> ServingWeights:
         """Give the backbone and both heads; the Markov head as two tables over the vocabulary."""
-        tensors = backbone_tensors(self.backbone) | self._head.serving_tensors()
+        tensors = self._serving_tensors()
         every = torch.arange(self.target.spec.vocab_size, device=self._head.rows.device)
         tensors["markov_in.weight"] = self._previous(every).detach()
         tensors["markov_out.weight"] = self._markov_rows()
         if self.confidence is not None:
             tensors["confidence.weight"] = self.confidence.weight.detach()
             tensors["confidence.bias"] = self.confidence.bias.detach()
-        config = backbone_config(self.backbone, self._head) | {
-            "sample_from_anchor": True,
+        config = self._serving_config() | {
             "markov_rank": self._choices.markov_rank,
             "has_confidence": self.confidence is not None,
         }

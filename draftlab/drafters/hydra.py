@@ -9,93 +9,42 @@ of h_t (Hydra++, section 4). Distilled from the target's law.
 Read `SequentialHead` first, then `Hydra.forward`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._depth_scores import Predictions, score
+from draftlab.drafters._chain import Chain, depth_of, largest_probability
+from draftlab.drafters._depth_scores import Predictions
 from draftlab.drafters._eagle_layer import EagleLayer, NewPositions, decode_layers
 from draftlab.drafters._eagle_memory import HeadMemory, close, observe, open_memory
-from draftlab.drafters._frozen_head import FrozenHead
-from draftlab.drafters._growth import grow, num_levels, temperature_of
-from draftlab.drafters._lm_heads import HeadForm, LMHeads
+from draftlab.drafters._feature_drafter import FeatureDrafter
+from draftlab.drafters._growth import grow
+from draftlab.drafters._lm_heads import HeadsSettings, LMHeads
 from draftlab.drafters._unrolling import PickedRows, unroll
-from draftlab.drafters._weighing import (
-    Normalise,
-    PositionWeights,
-    check_position_weights,
-    weigh,
-)
-from draftlab.drafters.base import (
-    DraftBudget,
-    Drafter,
-    DraftLoss,
-    DraftVocabSettings,
-    Observation,
-)
-from draftlab.drafters.layers import LayerSizes, Rope, fuse, rope_of, signed_sin
-from draftlab.drafters.tree import DraftTree, chain_of_points, chain_parents
+from draftlab.drafters.base import DraftBudget, DraftLoss, Observation
+from draftlab.drafters.layers import LayerSizes, angles_of, fuse
+from draftlab.drafters.tree import DraftTree
 from draftlab.drafters.vocab import DraftVocab
-from draftlab.errors import ConfigError
-from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
-from draftlab.sampling import draw, greedy_ids, process
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.features import TargetFeatures
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
 
-class HydraSettings(DraftVocabSettings):
+class HydraSettings(HeadsSettings):
     """Keys of conf/drafter/hydra.yaml.
 
     Attributes:
-        num_heads: heads, at least `num_draft_tokens`.
-        num_blocks: MLP layers of a head; the first joins state and embeddings.
         prefix_attention: a decoder layer over the final states before the heads.
-        head: own trains a Vd x D matrix a head, started from the target's; tied uses the target's
-            frozen rows; low_rank trains D -> rank -> Vd.
-        head_rank: rank of `low_rank`, None otherwise.
-        objective: name of the per-token loss, as in draftlab.objectives.
-        position_weights: decay weighs head k by head_decay ** k; d_pace by how likely it is
-            reached.
-        head_decay: for position_weights=decay, None otherwise.
-        normalise: sequence gives every answer the same weight; token every token.
     """
 
-    num_heads: PositiveInt
-    num_blocks: PositiveInt
     prefix_attention: bool
-    head: HeadForm
-    head_rank: PositiveInt | None
-    objective: str
-    position_weights: PositionWeights
-    head_decay: PositiveFloat | None
-    normalise: Normalise
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> "HydraSettings":
-        if self.num_heads < self.num_draft_tokens:
-            raise ValueError(
-                f"num_heads={self.num_heads} is below num_draft_tokens={self.num_draft_tokens}; "
-                "expected a head for every draft token"
-            )
-        if (self.head == "low_rank") != (self.head_rank is not None):
-            raise ValueError(
-                f"head_rank={self.head_rank} with head={self.head}; expected a rank with "
-                "head=low_rank, and null otherwise"
-            )
-        check_position_weights(self.position_weights, self.head_decay, key="head_decay")
-        try:
-            objective(self.objective)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
 
 
 class SequentialHead(nn.Module):
@@ -143,24 +92,16 @@ class HydraState:
     prefix: HeadMemory | None
 
 
-class Hydra(Drafter, kind="hydra", settings=HydraSettings):
+class Hydra(FeatureDrafter[HydraSettings], kind="hydra", settings=HydraSettings):
     """K sequential heads on the target's final hidden state."""
-
-    grows_trees = True
 
     def __init__(
         self, settings: HydraSettings, target: TargetView, vocab: DraftVocab | None = None
     ) -> None:
         """Build the heads in float32 or wider, started from the target's LM head."""
-        super().__init__()
-        self.settings = self._choices = settings
-        self.target = target
-        self.vocab = vocab
-        self._objective = objective(settings.objective)
-        self.averages_tokens = settings.normalise == "token"
+        super().__init__(settings, target, vocab)
         self.max_draft_tokens = settings.num_heads
         width, count = target.spec.hidden_size, settings.num_heads
-        self._head = FrozenHead.of(target, vocab)
         self.heads = nn.ModuleList(
             SequentialHead(width, 1 + k, settings.num_blocks) for k in range(count)
         )
@@ -168,7 +109,7 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         self.prefix: EagleLayer | None = None
         if settings.prefix_attention:
             sizes = LayerSizes.of(target.config)
-            self.rope: Rope = rope_of(target, sizes.head_dim)
+            self._angles = angles_of(target, sizes.head_dim)
             self.prefix = EagleLayer(sizes, is_first=False)
             # adds nothing yet, so that heads start from the final state
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
@@ -176,13 +117,13 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         self.to(torch.promote_types(target.dtype, torch.float32)).to(target.device)
 
     @property
-    def needs(self) -> FeatureRequest:
-        """Ask for the final hidden state."""
-        return FeatureRequest(wants_final=True)
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.heads.parameters()).dtype
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.heads.parameters()).dtype
+    def _matrices(self) -> Sequence[Float[Tensor, "C Dh"]]:
+        return self.lm_heads.matrices
 
     # ---------------------------------------------------------------- training
 
@@ -195,13 +136,8 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         assert final is not None, "`needs` asks for the final hidden state"
         count = self._choices.num_heads
         masks = torch.stack([batch.shifted_mask(2 + k) for k in range(count)])
-        predictions = Predictions.arrange(
-            batch,
-            masks,
-            lead=2,
-            dtype=torch.promote_types(self._dtype, torch.float32),
-        )
-        states, places = self._states(batch, final.to(self._dtype), masks)
+        predictions = Predictions.arrange(batch, masks, lead=2, dtype=self.dtype)
+        states, places = self._states(batch, final.to(self.dtype), masks)
         b = predictions.batch_rows
         last = batch.input_ids.shape[1] - 1
         inner = []
@@ -210,17 +146,9 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
             embedded = self._embed(torch.stack(ids, dim=1)).flatten(1)
             joined = torch.cat([states[b, places[b, source].clamp_min(0)], embedded], dim=-1)
             inner.append(self.lm_heads.into(k, self.heads[k](joined)))
-        hidden, matrices = torch.stack(inner), self.lm_heads.matrices
-        predictions = weigh(
-            predictions,
-            batch,
-            hidden,
-            matrices,
-            self._head.ids,
-            decay=self._choices.head_decay,
-            normalise=self._choices.normalise,
-        )
-        return score(self._objective, predictions, hidden, self._head, matrices, batch, final)
+        hidden = torch.stack(inner)
+        predictions = self._weigh(batch, predictions, hidden)
+        return self._score(batch, final, predictions, hidden)
 
     def _states(
         self, batch: TokenBatch, final: Float[Tensor, "B T D"], masks: Bool[Tensor, "K B T"]
@@ -244,13 +172,6 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         )
         return states, rows.place
 
-    def _embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
-        return self.target.embed(ids).detach().to(self._dtype)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rope(positions)
-        return cos, signed_sin(sin)
-
     # ---------------------------------------------------------------- decoding
 
     @torch.inference_mode()
@@ -260,7 +181,7 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         width, device = self.target.spec.hidden_size, self.target.device
         memory = None
         if self.prefix is not None:
-            nothing = fuse(torch.zeros(1, width, dtype=self._dtype, device=device))
+            nothing = fuse(torch.zeros(1, width, dtype=self.dtype, device=device))
             memory = open_memory(
                 [self.prefix],
                 slots=slots,
@@ -272,10 +193,10 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
             )
         known = self._head.support().shape[0]  # padding rows come last
         return HydraState(
-            hidden=torch.zeros(slots, width, dtype=self._dtype, device=device),
+            hidden=torch.zeros(slots, width, dtype=self.dtype, device=device),
             anchors=torch.zeros(slots, dtype=torch.int64, device=device),
             is_seen=torch.zeros(slots, dtype=torch.bool, device=device),
-            matrices=[fuse(m[:known].to(self._dtype)) for m in self.lm_heads.matrices],
+            matrices=[fuse(m[:known].to(self.dtype)) for m in self.lm_heads.matrices],
             prefix=memory,
         )
 
@@ -283,7 +204,7 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
     def observe(self, state: HydraState, seen: Observation) -> None:
         """Keep the state of the last position of every row that has one, and its anchor."""
         assert seen.final is not None, "`needs` asks for the final hidden state"
-        final = seen.final.to(self._dtype)
+        final = seen.final.to(self.dtype)
         rows, last = seen.rows, (seen.lengths - 1).clamp_min(0)
         if state.prefix is None:
             newest = final[torch.arange(rows.shape[0], device=rows.device), last]
@@ -313,12 +234,7 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
         Raises:
             ConfigError: a deeper draft than there are heads.
         """
-        depth = budget.num_draft_tokens if budget.tree is None else num_levels(budget.tree)
-        if depth > self._choices.num_heads:
-            raise ConfigError(
-                f"num_draft_tokens={depth} is more than this Hydra drafter's "
-                f"num_heads={self._choices.num_heads}; ask for at most that many"
-            )
+        depth = depth_of(budget, self._choices.num_heads)
         ids, rows = self._head.support(), budget.rows
         joined = torch.cat([state.hidden[rows], self._embed(state.anchors[rows])], dim=-1)
         joined, level = joined.unsqueeze(1), 0
@@ -340,30 +256,14 @@ class Hydra(Drafter, kind="hydra", settings=HydraSettings):
                 ids=ids,
                 is_live=state.is_seen[rows],
             )
-        law = budget.sampling.drafting if budget.draws else None
-        temperature = temperature_of(budget.sampling)
-        chosen, laws, confidence = [], [], []
+        chain, told = Chain(budget, uniforms, ids), []
         for k in range(depth):
-            if k > 0:
-                logits = expand(chosen[-1].unsqueeze(1), torch.zeros_like(rows).unsqueeze(1))
             if budget.min_confidence is not None:
-                scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-                confidence.append((scaled.amax(-1) - scaled.logsumexp(-1)).exp()[:, 0])
-            if law is None:
-                chosen.append(greedy_ids(logits[:, 0]))
-            else:
-                laws.append(process(logits[:, 0], law))
-                chosen.append(draw(laws[-1], uniforms[:, k]))
-        chain = ids[torch.stack(chosen, dim=1)]
-        points = chain_of_points(chain, torch.where(state.is_seen[rows], depth, 0))
-        return DraftTree(
-            tokens=chain,
-            parents=chain_parents(rows.shape[0], depth, chain.device),
-            num_nodes=points.num_nodes,
-            law_probs=torch.stack(laws, dim=1) if laws else points.law_probs,
-            law_ids=ids.expand(*chain.shape, -1) if laws else points.law_ids,
-            confidence=torch.stack(confidence, dim=1) if confidence else None,
-        )
+                told.append(largest_probability(logits, budget.sampling)[:, 0])
+            columns = chain.choose(logits[:, 0])
+            if k < depth - 1:
+                logits = expand(columns.unsqueeze(1), torch.zeros_like(rows).unsqueeze(1))
+        return chain.finish(torch.where(state.is_seen[rows], depth, 0), told)
 
     @torch.inference_mode()
     def close(self, state: HydraState, rows: Int[Tensor, " R"]) -> None:

@@ -17,6 +17,7 @@ from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
 Rope = Callable[[Tensor], tuple[Tensor, Tensor]]
+Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions to cos and signed sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,17 @@ def signed_sin(sin: Float[Tensor, "*N Dr"]) -> Float[Tensor, "*N Dr"]:
     return torch.cat([-first, second], dim=-1)
 
 
+def angles_of(view: TargetView, head_dim: int) -> Angles:
+    """Give the target's rotary positions as `rotate` takes them."""
+    rope = rope_of(view, head_dim)
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rope(positions)
+        return cos, signed_sin(sin)
+
+    return angles
+
+
 def rotate(
     x: Float[Tensor, "*N H Dh"], cos: Float[Tensor, "*N Dr"], sin_signed: Float[Tensor, "*N Dr"]
 ) -> Float[Tensor, "*N H Dh"]:
@@ -134,3 +146,20 @@ def fuse(*weights: Float[Tensor, "_ In"]) -> PackedLinear:
     """Stack projections of one input into one layer for decoding, laid out for this machine."""
     stacked = weights[0] if len(weights) == 1 else torch.cat(weights)
     return PackedLinear(stacked.detach(), None)
+
+
+def layer_config(sizes: LayerSizes, target: TargetView) -> dict[str, Any]:
+    """Tell an engine of decoder layers like the target's, under the names that all of them use."""
+    return {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": sizes.eps,
+        "rope_parameters": target.config.get("rope_parameters")
+        or {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": target.spec.max_positions,
+        "vocab_size": target.spec.vocab_size,
+    }

@@ -9,44 +9,30 @@ chain does. Which tree is best follows from how often each head is right with ea
 Read `Medusa.forward` first, then `propose`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import nn
 from torch.nn import functional as F
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._depth_scores import Predictions, score
-from draftlab.drafters._frozen_head import FrozenHead
-from draftlab.drafters._growth import best_static_tree, grow, num_levels, temperature_of
+from draftlab.drafters._chain import depth_of
+from draftlab.drafters._depth_scores import Predictions
+from draftlab.drafters._feature_drafter import FeatureDrafter
+from draftlab.drafters._growth import best_static_tree, grow, temperature_of
+from draftlab.drafters._lm_heads import HeadsSettings, start_heads
 from draftlab.drafters._static import AlreadyStatic
-from draftlab.drafters._weighing import (
-    Normalise,
-    PositionWeights,
-    check_position_weights,
-    weigh,
-)
-from draftlab.drafters.base import (
-    DraftBudget,
-    Drafter,
-    DraftLoss,
-    DraftVocabSettings,
-    Observation,
-    ServingWeights,
-)
+from draftlab.drafters.base import DraftBudget, DraftLoss, Observation, ServingWeights
 from draftlab.drafters.layers import fuse
 from draftlab.drafters.tree import DraftTree, StaticTree, chain_parents
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
-from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.sampling import Sampling, SamplingRows, draw, greedy_ids, process
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.features import TargetFeatures
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
@@ -54,46 +40,8 @@ _RANKS = 10  # choices of a head that are counted, as published trees have
 _COUNTED_AT_ONCE = 256
 
 
-class MedusaSettings(DraftVocabSettings):
-    """Keys of conf/drafter/medusa.yaml.
-
-    Attributes:
-        num_heads: heads, at least `num_draft_tokens`.
-        num_blocks: residual blocks of a head, each with weights of its own.
-        head: own trains a Vd x D matrix a head, started from the target's; tied uses the target's
-            frozen rows; low_rank trains D -> rank -> Vd, started from the best such approximation
-            of the target's.
-        head_rank: rank of `low_rank`, None otherwise.
-        objective: name of the per-token loss, as in draftlab.objectives.
-        position_weights: decay weighs head k by head_decay ** k; d_pace by how likely it is
-            reached.
-        head_decay: for position_weights=decay, None otherwise.
-        normalise: sequence gives every answer the same weight; token every token.
-    """
-
-    num_heads: PositiveInt
-    num_blocks: PositiveInt
-    head: Literal["own", "tied", "low_rank"]
-    head_rank: PositiveInt | None
-    objective: str
-    position_weights: PositionWeights
-    head_decay: PositiveFloat | None
-    normalise: Normalise
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> "MedusaSettings":
-        if self.num_heads < self.num_draft_tokens:
-            raise ValueError(
-                f"num_heads={self.num_heads} is below num_draft_tokens={self.num_draft_tokens}; "
-                "expected a head for every draft token"
-            )
-        if (self.head == "low_rank") != (self.head_rank is not None):
-            raise ValueError(
-                f"head_rank={self.head_rank} with head={self.head}; expected a rank with "
-                "head=low_rank, and null otherwise"
-            )
-        check_position_weights(self.position_weights, self.head_decay, key="head_decay")
-        return self
+class MedusaSettings(HeadsSettings):
+    """Keys of conf/drafter/medusa.yaml."""
 
 
 @dataclass(slots=True)
@@ -128,49 +76,33 @@ class ResidualBlocks(nn.Module):
         return hidden
 
 
-class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
+class Medusa(FeatureDrafter[MedusaSettings], kind="medusa", settings=MedusaSettings):
     """K residual heads that read the target's final hidden state."""
 
-    grows_trees = True
     rank_hits: Tensor
-    # plain attributes: the target's weights are never parameters, never saved
-    _tied_rows: Tensor | None
 
     def __init__(
         self, settings: MedusaSettings, target: TargetView, vocab: DraftVocab | None = None
     ) -> None:
         """Build the heads, started from the target's LM head."""
-        super().__init__()
-        self.settings = self._choices = settings
-        self.target = target
-        self.vocab = vocab
-        self._objective = objective(settings.objective)
+        super().__init__(settings, target, vocab)
         self.max_draft_tokens = settings.num_heads
         width, count = target.spec.hidden_size, settings.num_heads
-        self._head = head = FrozenHead.of(target, vocab)
-        self._vocab_ids, rows = head.ids, head.rows
-        self.averages_tokens = settings.normalise == "token"
         self.blocks = nn.ModuleList(
             ResidualBlocks(width, settings.num_blocks) for _ in range(count)
         )
-        self._tied_rows = rows if settings.head == "tied" else None
-        self.downs = nn.ModuleList()
-        self.lm_heads = nn.ModuleList()
-        if settings.head == "own":
-            self.lm_heads.extend(_linear(rows) for _ in range(count))
-        elif settings.head_rank is not None:
-            down, up = _best_of_rank(rows, settings.head_rank)
-            self.downs.extend(_linear(down) for _ in range(count))
-            self.lm_heads.extend(_linear(up) for _ in range(count))
+        self.downs, self.lm_heads = start_heads(
+            settings.head, settings.head_rank, count, self._head.rows, torch.float32
+        )
 
         # whole numbers, so that no change of dtype touches them; the last column counts all trials
         hits = torch.zeros(count, _RANKS + 1, dtype=torch.int64, device=target.device)
         self.register_buffer("rank_hits", hits)
 
     @property
-    def needs(self) -> FeatureRequest:
-        """Ask for the final hidden state."""
-        return FeatureRequest(wants_final=True)
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.blocks.parameters()).dtype
 
     def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
         """Teach head k, at position t, what the target says at t + 1 + k of token t + 2 + k.
@@ -180,23 +112,13 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         final = features.final
         assert final is not None, "`needs` asks for the final hidden state"
         masks = [batch.shifted_mask(2 + k) for k in range(self._choices.num_heads)]
-        wide = torch.promote_types(_dtype_of(self.blocks), torch.float32)
-        predictions = Predictions.arrange(batch, torch.stack(masks), lead=2, dtype=wide)
+        predictions = Predictions.arrange(batch, torch.stack(masks), lead=2, dtype=self.dtype)
         rows = predictions.batch_rows
         hidden = torch.stack(
             [self._into_head(k, final[rows, t]) for k, t in enumerate(predictions.sources)]
         )
-        matrices, head = self._matrices, self._head
-        predictions = weigh(
-            predictions,
-            batch,
-            hidden,
-            matrices,
-            head.ids,
-            decay=self._choices.head_decay,
-            normalise=self._choices.normalise,
-        )
-        return score(self._objective, predictions, hidden, head, matrices, batch, final)
+        predictions = self._weigh(batch, predictions, hidden)
+        return self._score(batch, final, predictions, hidden)
 
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> MedusaState:
         """Make room for one hidden state a slot."""
@@ -223,13 +145,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         self, state: MedusaState, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
     ) -> DraftTree:
         """Let every head speak once; each is independent of the others given the hidden state."""
-        depth = budget.num_draft_tokens if budget.tree is None else num_levels(budget.tree)
-        if depth > self._choices.num_heads:
-            what = "num_draft_tokens" if budget.tree is None else "depth of the tree"
-            raise ConfigError(
-                f"{what}={depth} is more than this Medusa drafter's "
-                f"num_heads={self._choices.num_heads}; ask for at most that many"
-            )
+        depth = depth_of(budget, self._choices.num_heads)
         logits = self._logits(state, budget.rows, depth)
         is_live = state.is_seen[budget.rows]
         if budget.tree is None:
@@ -241,7 +157,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
             lambda columns, parents: next(later).unsqueeze(1),  # a head says the same to all nodes
             uniforms,
             law=self._law(budget),
-            ids=self._vocab_ids,
+            ids=self._head.ids,
             is_live=is_live,
         )
 
@@ -249,7 +165,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         self, logits: Tensor, is_live: Tensor, budget: DraftBudget, uniforms: Tensor
     ) -> DraftTree:
         rows, depth, _ = logits.shape
-        ids, confidence = self._vocab_ids, None
+        ids, confidence = self._head.ids, None
         if budget.min_confidence is not None:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             confidence = (wide / temperature_of(budget.sampling)).softmax(-1).max(-1).values
@@ -273,7 +189,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
     def _law(self, budget: DraftBudget) -> Sampling | SamplingRows:
         """Draw as the target does where columns are target ids; else by the temperature alone."""
         sampling = budget.sampling
-        return sampling.context_free if self._vocab_ids is None else sampling.drafting
+        return sampling.context_free if self._head.ids is None else sampling.drafting
 
     def static_rounds(self) -> AlreadyStatic:
         """Give the methods of rounds that run on the device alone."""
@@ -305,7 +221,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         inside = (source >= 0) & (segments[b, source.clamp_min(0)] == segments[b, s])
         logits = self._logits_of(k, final[b[inside], source[inside]])
         best = logits.topk(min(_RANKS, logits.shape[-1]), dim=-1).indices
-        best = best if self._vocab_ids is None else self._vocab_ids[best]
+        best = best if self._head.ids is None else self._head.ids[best]
         hits = (best == chosen[inside].unsqueeze(1)).sum(0)
         self.rank_hits[k, : hits.shape[0]] += hits
         self.rank_hits[k, -1] += inside.sum()
@@ -331,7 +247,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
 
     def serving_weights(self) -> ServingWeights:
         """Give blocks, full head matrices and, for a reduced vocabulary, the ids it holds."""
-        ids, is_tied = self._vocab_ids, self._tied_rows is not None
+        ids, is_tied = self._head.ids, self._choices.head == "tied"
         tensors = {name: w.detach() for name, w in self.blocks.named_parameters(prefix="blocks")}
         for k, matrix in enumerate(self._matrices):
             down = self.downs[k].get_parameter("weight").detach() if self.downs else None
@@ -351,15 +267,12 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         return ServingWeights(architecture="medusa", config=config, tensors=tensors)
 
     @property
-    def _matrices(self) -> list[Tensor]:
-        if self._tied_rows is not None:
-            return [self._tied_rows]
-        return [head.get_parameter("weight") for head in self.lm_heads]
+    def _matrices(self) -> Sequence[Float[Tensor, "C Dh"]]:
+        return [head.get_parameter("weight") for head in self.lm_heads] or super()._matrices
 
     def _into_head(self, k: int, hidden: Float[Tensor, "N D"]) -> Tensor:
         """Compute what the last matrix of head k multiplies."""
-        blocks = self.blocks[k]
-        refined = blocks(hidden.to(_dtype_of(blocks)))
+        refined = self.blocks[k](hidden.to(self.dtype))
         return self.downs[k](refined) if self.downs else refined
 
     def _logits(
@@ -369,7 +282,7 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         hidden = state.hidden[rows]
         inner = torch.stack([self._into_head(k, hidden) for k in range(depth)], dim=1)
         inner = inner.to(self._matrices[0].dtype)
-        if self._tied_rows is not None:
+        if self._choices.head == "tied":
             return self._without_padding(state.matrices[0](inner))
         logits = torch.stack([state.matrices[k](inner[:, k]) for k in range(depth)], dim=1)
         return self._without_padding(logits)
@@ -383,30 +296,3 @@ class Medusa(Drafter, kind="medusa", settings=MedusaSettings):
         if self.vocab is None:
             logits[..., self.target.spec.num_token_ids :].fill_(-torch.inf)
         return logits
-
-
-def _linear(weight: Float[Tensor, "Do Di"]) -> nn.Linear:
-    """A trainable float32 copy of a matrix, without bias."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-    return layer
-
-
-def _best_of_rank(
-    rows: Float[Tensor, "C D"], rank: int
-) -> tuple[Float[Tensor, "r D"], Float[Tensor, "C r"]]:
-    """Factor the best rank-r approximation: project on the r main directions of the rows."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    if rank > wide.shape[1]:
-        raise ConfigError(
-            f"head_rank={rank} exceeds the target's hidden size {wide.shape[1]}; choose less, or "
-            "head=own"
-        )
-    _, directions = torch.linalg.eigh(wide.T @ wide)  # ascending
-    down = directions[:, -rank:].T
-    return down, wide @ down.T
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype

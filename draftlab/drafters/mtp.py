@@ -6,59 +6,36 @@ and read by the target's LM head (DeepSeek-V3, arXiv:2412.19437, section 2.2). O
 every depth: it reads its own normed output in place of the target's (FastMTP, arXiv:2509.18362).
 Read MTP, then `forward`; _mtp_layout.py has the modules that targets ship.
 
-Position j pairs final state j with the embedding of token j + 1 and predicts token j + 2. A
-prediction counts when the token *predicted* is learned (case O-06).
+Position j pairs final state j with the embedding of token j + 1 and predicts token j + 2; which
+predictions count: _self_fed_head.py.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 from torch import nn
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._depth_scores import Predictions, score
 from draftlab.drafters._eagle_layer import EagleLayer, LayerMatrices, NewPositions, decode_layers
-from draftlab.drafters._eagle_memory import (
-    HeadMemory,
-    close,
-    observe,
-    open_memory,
-    propose_chain,
-    propose_tree,
-)
-from draftlab.drafters._frozen_head import FrozenHead
+from draftlab.drafters._eagle_memory import HeadMemory
 from draftlab.drafters._mtp_layout import MIMO_PREFIX, check_fits, from_mimo
-from draftlab.drafters._unrolling import PickedRows, unroll
-from draftlab.drafters._weighing import (
-    Normalise,
-    PositionWeights,
-    check_position_weights,
-    weigh,
-)
-from draftlab.drafters.base import (
-    DraftBudget,
-    Drafter,
-    DraftLoss,
-    DraftVocabSettings,
-    Observation,
-    ServingWeights,
-)
-from draftlab.drafters.layers import LayerSizes, RMSNorm, Rope, fuse, rope_of, signed_sin
-from draftlab.drafters.tree import DraftTree
+from draftlab.drafters._self_fed_head import SelfFedHead
+from draftlab.drafters._weighing import StepLossSettings
+from draftlab.drafters.base import DraftLoss, Observation, ServingWeights
+from draftlab.drafters.layers import LayerSizes, RMSNorm, angles_of, layer_config
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
-from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
-from draftlab.shapes import Float, Int, Tensor
+from draftlab.shapes import Float, Tensor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.features import TargetFeatures
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
 
-class MTPSettings(DraftVocabSettings):
+class MTPSettings(StepLossSettings):
     """Keys of conf/drafter/mtp.yaml.
 
     Attributes:
@@ -69,11 +46,6 @@ class MTPSettings(DraftVocabSettings):
         attention_bias: q, k and v have biases, as Qwen2's and MiMo's layers do.
         hidden_first: `eh_proj` reads [hidden, embedding] (MiMo), else [embedding, hidden].
         unroll_steps: depths trained.
-        position_weights: decay weighs depth k by step_decay ** k; d_pace by how likely it is
-            reached.
-        step_decay: for position_weights=decay, None otherwise.
-        normalise: sequence gives every answer the same weight; token every token.
-        objective: name of the per-token loss, as in draftlab.objectives.
     """
 
     start: Literal["random", "layer", "checkpoint"]
@@ -82,13 +54,9 @@ class MTPSettings(DraftVocabSettings):
     attention_bias: bool
     hidden_first: bool
     unroll_steps: PositiveInt
-    position_weights: PositionWeights
-    step_decay: float | None = Field(gt=0, le=1)
-    normalise: Normalise
-    objective: str
 
     @model_validator(mode="after")
-    def _check_choices(self) -> "MTPSettings":
+    def _check_start(self) -> "MTPSettings":
         if (self.start == "layer") != (self.init_from_layer is not None):
             raise ValueError(
                 f"init_from_layer={self.init_from_layer} with start={self.start}; expected a layer "
@@ -99,18 +67,11 @@ class MTPSettings(DraftVocabSettings):
                 "hidden_first=false with start=checkpoint: MiMo's module reads the hidden state "
                 "first; pass hidden_first=true"
             )
-        check_position_weights(self.position_weights, self.step_decay, key="step_decay")
-        try:
-            objective(self.objective)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
         return self
 
 
-class MTP(Drafter, kind="mtp", settings=MTPSettings):
+class MTP(SelfFedHead[MTPSettings], kind="mtp", settings=MTPSettings):
     """One module of multi-token prediction, for every depth."""
-
-    grows_trees = True
 
     def __init__(
         self, settings: MTPSettings, target: TargetView, vocab: DraftVocab | None = None
@@ -120,14 +81,9 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
         Raises:
             ConfigError: the target has no layer or module that could start it.
         """
-        super().__init__()
-        self.settings = self._choices = settings
-        self.target = target
-        self.vocab = vocab
-        self._objective = objective(settings.objective)
-        self.averages_tokens = settings.normalise == "token"
+        super().__init__(settings, target, vocab)
         self.sizes = sizes = LayerSizes.of(target.config, settings.intermediate_size)
-        self.rope: Rope = rope_of(target, sizes.head_dim)
+        self._angles = angles_of(target, sizes.head_dim)
         width = target.spec.hidden_size
 
         self.embedding_norm = RMSNorm(width, sizes.eps)
@@ -142,8 +98,6 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
             self._start_from_layer(settings.init_from_layer)
         elif settings.start == "checkpoint":
             self._start_from_checkpoint()
-
-        self._head = FrozenHead.of(target, vocab)
 
     @torch.no_grad()
     def _start_from_layer(self, number: int) -> None:
@@ -179,46 +133,26 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
         self.load_state_dict(found)
 
     @property
-    def needs(self) -> FeatureRequest:
-        """Ask for the final hidden state."""
-        return FeatureRequest(wants_final=True)
+    def _joiner(self) -> Any:
+        return self.eh_proj
+
+    def _layers(self) -> list[EagleLayer]:
+        return [self.layer]
 
     # ---------------------------------------------------------------- training
 
     def forward(self, batch: TokenBatch, features: TargetFeatures, noise: Noise) -> DraftLoss:
         """Apply the module to its own output and compare every depth with the target."""
         assert features.final is not None, "`needs` asks for the final hidden state"
-        steps = self._choices.unroll_steps
-        masks = torch.stack([batch.shifted_mask(s + 2) for s in range(steps)])
-        rows = PickedRows.pick(masks.any(0))
-        states = unroll(
-            [self.layer],
+        predictions, hidden = self._unroll(
             batch,
-            features.final.to(self.eh_proj.weight.dtype),
-            rows,
-            depths=steps,
+            features.final.to(self.dtype),
+            self._choices.unroll_steps,
             embed=self._embedder(batch),
-            angles=self._angles,
             join=self._join,
             feed=self._feed_back,
         )
-        predictions = Predictions.arrange(
-            batch,
-            masks,
-            lead=2,
-            dtype=torch.promote_types(self.eh_proj.weight.dtype, torch.float32),
-        )
-        hidden, head = predictions.take(states, rows.place), self._head
-        predictions = weigh(
-            predictions,
-            batch,
-            hidden,
-            [head.rows],
-            head.ids,
-            decay=self._choices.step_decay,
-            normalise=self._choices.normalise,
-        )
-        return score(self._objective, predictions, hidden, head, [head.rows], batch, features.final)
+        return self._score(batch, features.final, predictions, hidden)
 
     def _embedder(self, batch: TokenBatch) -> Callable[[Tensor], Tensor]:
         """Embed as position by position is right: at position 0, which depth 0 alone has, zeros."""
@@ -230,9 +164,6 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
 
         return embed
 
-    def _embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
-        return self.target.embed(ids).detach().to(self.eh_proj.weight.dtype)
-
     def _join(
         self,
         embedded: Float[Tensor, "*N D"],
@@ -243,11 +174,7 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
         parts = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         joined = torch.cat(parts[::-1] if self._choices.hidden_first else parts, dim=-1)
         out = self.eh_proj(joined) if packed is None else packed(joined)
-        return out.to(self.eh_proj.weight.dtype)  # the residual stream keeps its precision
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rope(positions)
-        return cos, signed_sin(sin)
+        return out.to(self.dtype)  # the residual stream keeps its precision
 
     def _feed_back(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Give what the LM head reads, which is also what the next depth reads."""
@@ -259,39 +186,14 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
     @torch.inference_mode()
     def open(self, slots: int, capacity: int, kv: KVBuffers) -> HeadMemory:
         """Make buffers, rotary tables and fused matrices."""
-        del kv
-        weight = self.eh_proj.weight
-        memory = open_memory(
-            [self.layer],
-            slots=slots,
-            capacity=capacity,
-            angles=self._angles(torch.arange(capacity + 1, device=weight.device)),
-            ids=self._head.support(),
-            fc=fuse(weight),
-            head=self._head.packed(weight.dtype),
-        )
+        memory = super().open(slots, capacity, kv)
         if self._choices.attention_bias:
             memory.layers = [_with_biases(self.layer, memory.layers[0])]
         return memory
 
-    @torch.inference_mode()
-    def observe(self, state: HeadMemory, seen: Observation) -> None:
-        """Write keys and values by true states; keep the last position's output for `propose`."""
+    def _features(self, state: HeadMemory, seen: Observation) -> Tensor:
         assert seen.final is not None, "`needs` asks for the final hidden state"
-        observe(state, seen, seen.final.to(self.eh_proj.weight.dtype), self._feed)
-
-    @torch.inference_mode()
-    def propose(
-        self, state: HeadMemory, budget: DraftBudget, uniforms: Float[Tensor, "R N"]
-    ) -> DraftTree:
-        """Draft a chain, or the tree that the budget asks for."""
-        draft = propose_chain if budget.tree is None else propose_tree
-        return draft(state, budget, uniforms, self._feed)
-
-    @torch.inference_mode()
-    def close(self, state: HeadMemory, rows: Int[Tensor, " R"]) -> None:
-        """Forget these sequences."""
-        close(state, rows)
+        return seen.final.to(self.dtype)
 
     def _feed(
         self, state: HeadMemory, where: NewPositions, ids: Tensor, hidden: Tensor
@@ -307,28 +209,16 @@ class MTP(Drafter, kind="mtp", settings=MTPSettings):
 
     def serving_weights(self) -> ServingWeights:
         """Give the module under our names; `_mtp_layout.to_mimo` gives them MiMo's."""
-        tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        tensors |= self._head.serving_tensors()
         return ServingWeights(
             architecture="mtp",
-            config={
-                "hidden_size": self.sizes.hidden,
-                "intermediate_size": self.sizes.intermediate,
-                "num_attention_heads": self.sizes.heads,
-                "num_key_value_heads": self.sizes.kv_heads,
-                "head_dim": self.sizes.head_dim,
-                "hidden_act": "silu",
-                "rms_norm_eps": self.sizes.eps,
-                "rope_parameters": self.target.config.get("rope_parameters")
-                or {"rope_type": "default", "rope_theta": 10000.0},
-                "max_position_embeddings": self.target.spec.max_positions,
-                "vocab_size": self.target.spec.vocab_size,
+            config=layer_config(self.sizes, self.target)
+            | {
                 "draft_vocab_size": self._head.size,
                 "attention_bias": self._choices.attention_bias,
                 "hidden_first": self._choices.hidden_first,
                 "num_nextn_predict_layers": 1,
             },
-            tensors=tensors,
+            tensors=dict(self.state_dict()) | self._head.serving_tensors(),
         )
 
 

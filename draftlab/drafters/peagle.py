@@ -19,49 +19,34 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import nn
 
 from draftlab.data.batch import TokenBatch
-from draftlab.drafters._depth_scores import Predictions, score
+from draftlab.drafters._chain import depth_of
+from draftlab.drafters._depth_scores import Predictions
 from draftlab.drafters._eagle_layer import EagleLayer
-from draftlab.drafters._frozen_head import FrozenHead
-from draftlab.drafters._one_pass import depth_of, propose_at_once
+from draftlab.drafters._feature_drafter import FeatureDrafter
+from draftlab.drafters._one_pass import propose_at_once
 from draftlab.drafters._peagle_memory import ParallelMemory
 from draftlab.drafters._spans import past_spans
+from draftlab.drafters._taps import TapSettings, default_taps, side_by_side
 from draftlab.drafters._training_attention import attend_unrolled
 from draftlab.drafters._unrolling import PickedRows, everywhere
-from draftlab.drafters._weighing import (
-    Normalise,
-    PositionWeights,
-    check_position_weights,
-    weigh,
-)
-from draftlab.drafters.base import (
-    DraftBudget,
-    Drafter,
-    DraftLoss,
-    DraftVocabSettings,
-    Observation,
-    ServingWeights,
-)
-from draftlab.drafters.eagle3 import default_taps
-from draftlab.drafters.layers import LayerSizes, RMSNorm, Rope, rope_of, signed_sin
+from draftlab.drafters._windows import check_window
+from draftlab.drafters.base import DraftBudget, DraftLoss, Observation, ServingWeights
+from draftlab.drafters.layers import LayerSizes, RMSNorm, angles_of, layer_config
 from draftlab.drafters.tree import DraftTree
 from draftlab.drafters.vocab import DraftVocab
 from draftlab.errors import ConfigError
-from draftlab.objectives.named import objective
 from draftlab.randomness import Noise
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.features import TargetFeatures
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.view import TargetView
 
 
-class PEagleSettings(DraftVocabSettings):
+class PEagleSettings(TapSettings):
     """Keys of conf/drafter/peagle.yaml.
 
     Attributes:
-        tap_layers: taps to read, ascending; None means 2, L // 2 and L - 3.
-        num_layers: decoder layers of the head.
-        intermediate_size: width of their MLPs; None means the target's.
         fc_norm: a norm for each tap before `fc`.
         norm_before_residual: the residual is taken after the norm of the hidden half.
         mask_token_id: target id whose embedding stands for tokens not known yet; None means the
@@ -69,41 +54,23 @@ class PEagleSettings(DraftVocabSettings):
         num_depths: depths trained, and the most that can be drafted.
         depth_keep: share of the rows of a depth that the next one is trained on as well.
         depth_keep_floor: smallest share of all rows that a depth is trained on.
-        position_weights: decay weighs depth k by step_decay ** k; d_pace by how likely it is
-            reached.
-        step_decay: for position_weights=decay, None otherwise.
-        normalise: sequence gives every answer the same weight; token every token.
-        objective: name of the loss, or a weighted sum of several.
     """
 
-    tap_layers: tuple[int, ...] | None
-    num_layers: PositiveInt
-    intermediate_size: PositiveInt | None
     fc_norm: bool
     norm_before_residual: bool
     mask_token_id: int | None
     num_depths: PositiveInt
     depth_keep: float = Field(gt=0, le=1)
     depth_keep_floor: float = Field(ge=0, le=1)
-    position_weights: PositionWeights
-    step_decay: float | None = Field(gt=0, le=1)
-    normalise: Normalise
-    objective: str
 
     @model_validator(mode="after")
-    def _check_choices(self) -> "PEagleSettings":
-        if self.tap_layers is not None and not self.tap_layers:
-            raise ValueError("tap_layers=[]: expected at least one tap, or null for the default")
+    def _check_depths(self) -> "PEagleSettings":
         if self.num_draft_tokens > self.num_depths:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens} is more than num_depths="
                 f"{self.num_depths}; expected a trained depth for every draft token"
             )
-        check_position_weights(self.position_weights, self.step_decay, key="step_decay")
-        try:
-            objective(self.objective)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        check_window(self.sliding_window, "num_depths", self.num_depths)
         return self
 
 
@@ -116,10 +83,8 @@ class PEagleState:
     ids: Int[Tensor, " C"]
 
 
-class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
+class PEagle(FeatureDrafter[PEagleSettings], kind="peagle", settings=PEagleSettings):
     """An EAGLE-3 head whose later depths read a learned state instead of their own output."""
-
-    grows_trees = True
 
     def __init__(
         self, settings: PEagleSettings, target: TargetView, vocab: DraftVocab | None = None
@@ -134,20 +99,13 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         Raises:
             ConfigError: taps or a mask token that the target does not have.
         """
-        super().__init__()
-        self.settings = self._choices = settings
-        self.averages_tokens = settings.normalise == "token"
-        self.target = target
-        self.vocab = vocab
+        taps = settings.tap_layers or default_taps(target.spec.num_layers)
+        super().__init__(settings, target, vocab, taps)
         self.max_draft_tokens = settings.num_depths
-        spec = target.spec
-        width = spec.hidden_size
-        taps = settings.tap_layers or default_taps(spec.num_layers)
-        self._needs = FeatureRequest(taps, wants_final=True)
-        self._needs.check(spec.num_layers)
+        width = target.spec.hidden_size
         self.mask_token_id = mask_token(settings.mask_token_id, target)
         self.sizes = sizes = LayerSizes.of(target.config, settings.intermediate_size)
-        self.rope: Rope = rope_of(target, sizes.head_dim)
+        self._angles = angles_of(target, sizes.head_dim)
 
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
         self.fc_norm = (
@@ -160,39 +118,23 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         )
         self.norm = RMSNorm(width, sizes.eps)
         self.to(torch.promote_types(target.dtype, torch.float32)).to(target.device)
-        self._head = FrozenHead.of(target, vocab)
 
     @property
-    def needs(self) -> FeatureRequest:
-        """Taps for the head, the final state for the target's law."""
-        return self._needs
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.fc.weight.dtype
 
     def fuse_taps(self, taps: Float[Tensor, "*N L D"]) -> Float[Tensor, "*N D"]:
         """Join the taps of a position into one hidden state."""
-        taps = taps.to(self.fc.weight.dtype)
-        if self.fc_norm is not None:
-            normed = [norm(taps[..., i, :]) for i, norm in enumerate(self.fc_norm)]
-            taps = torch.stack(normed, dim=-2)
-        return self.fc(taps.flatten(-2)).to(self.fc.weight.dtype)
+        return self.fc(side_by_side(taps.to(self.dtype), self.fc_norm)).to(self.dtype)
 
     def fuse_mask(self) -> Float[Tensor, " D"]:
         """Give the hidden state of a row whose taps are not known."""
-        return self.fuse_taps(self.mask_hidden.view(len(self._needs.tap_layers), -1))
-
-    def embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
-        """Embed tokens as the target does, without a gradient."""
-        return self.target.embed(ids).detach().to(self.fc.weight.dtype)
+        return self.fuse_taps(self.mask_hidden.view(len(self.needs.tap_layers), -1))
 
     def embed_mask(self) -> Float[Tensor, " D"]:
         """Embed the token that stands for unknown ones."""
-        return self.embed(torch.tensor([self.mask_token_id], device=self.fc.weight.device))[0]
-
-    def angles(
-        self, positions: Int[Tensor, "*N"]
-    ) -> tuple[Float[Tensor, "*N Dr"], Float[Tensor, "*N Dr"]]:
-        """Compute cos and signed sin of positions."""
-        cos, sin = self.rope(positions)
-        return cos, signed_sin(sin)
+        return self._embed(torch.tensor([self.mask_token_id], device=self.fc.weight.device))[0]
 
     def eagle_layers(self) -> list[EagleLayer]:
         """Give the layers by their type."""
@@ -204,27 +146,12 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         """Compare every depth with the target, at the rows it is trained on."""
         assert features.taps is not None
         assert features.final is not None
-        choices, head = self._choices, self._head
         masks, rows, widths = self._sample_depths(batch, noise)
         states = self._run(batch, self.fuse_taps(features.taps), rows, widths)
-        predictions = Predictions.arrange(
-            batch,
-            masks,
-            lead=2,
-            dtype=torch.promote_types(states[0].dtype, torch.float32),
-        )
+        predictions = Predictions.arrange(batch, masks, lead=2, dtype=self.dtype)
         hidden = predictions.take(states, rows.place)
-        predictions = weigh(
-            predictions,
-            batch,
-            hidden,
-            [head.rows],
-            head.ids,
-            decay=choices.step_decay,
-            normalise=choices.normalise,
-        )
-        loss = objective(choices.objective)
-        return score(loss, predictions, hidden, head, [head.rows], batch, features.final)
+        predictions = self._weigh(batch, predictions, hidden)
+        return self._score(batch, features.final, predictions, hidden)
 
     def _sample_depths(
         self, batch: TokenBatch, noise: Noise
@@ -256,10 +183,14 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         self, batch: TokenBatch, hidden: Tensor, rows: PickedRows, widths: list[int]
     ) -> list[Float[Tensor, "B A D"]]:
         """Give the normed output of every depth, at the first `widths[depth]` rows."""
-        full = everywhere(batch)
-        spans = [past_spans(batch.segment_ids, rows.index[:, :width]) for width in widths]
+        window = self._choices.sliding_window
+        full = everywhere(batch, window)
+        spans = [
+            past_spans(batch.segment_ids, rows.index[:, :width], window=window, ahead=depth)
+            for depth, width in enumerate(widths)
+        ]
         positions = rows.take(batch.positions)
-        embedded, angles = self.embed(batch.shifted_ids(1)), self.angles(batch.positions)
+        embedded, angles = self._embed(batch.shifted_ids(1)), self._angles(batch.positions)
         unknown, learned = self.embed_mask(), self.fuse_mask()
         shapes = [(hidden.shape[0], width, -1) for width in widths]
         states = [learned.expand(*shape) for shape in shapes]
@@ -276,7 +207,7 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
             own: list[tuple[Tensor, Tensor]] = []
             for depth, width in list(enumerate(widths))[1:]:
                 x, residual = layer.read(unknown.expand(*shapes[depth]), states[depth])
-                turned = self.angles(positions[:, :width] + depth)
+                turned = self._angles(positions[:, :width] + depth)
                 own = [(k[:, :width], v[:, :width]) for k, v in own]
                 own.append(layer.keys_values(x, *turned))
                 queries = layer.queries(x, *turned)
@@ -293,20 +224,21 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
         del kv
         memory = ParallelMemory(
             self.eagle_layers(),
-            self.angles,
+            self._angles,
             slots=slots,
             capacity=capacity,
             num_depths=self._choices.num_depths,
             mask_inputs=(self.embed_mask(), self.fuse_mask()),
+            window=self._choices.sliding_window,
         )
-        return PEagleState(memory, self._head.packed(self.fc.weight.dtype), self._head.support())
+        return PEagleState(memory, self._head.packed(self.dtype), self._head.support())
 
     @torch.inference_mode()
     def observe(self, state: PEagleState, seen: Observation) -> None:
         """Take in true rows."""
         assert seen.taps is not None
         if int(seen.lengths.max()) > 0:
-            state.memory.observe(seen, self.embed(seen.next_ids), self.fuse_taps(seen.taps))
+            state.memory.observe(seen, self._embed(seen.next_ids), self.fuse_taps(seen.taps))
 
     @torch.inference_mode()
     def propose(
@@ -328,36 +260,25 @@ class PEagle(Drafter, kind="peagle", settings=PEagleSettings):
 
     def serving_weights(self) -> ServingWeights:
         """Give the head under EAGLE-3's names, and what stands in the place of unknown rows."""
-        tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        config = self.target.config
         return ServingWeights(
             architecture="peagle",
-            config={
-                "hidden_size": self.sizes.hidden,
-                "target_hidden_size": self.target.spec.hidden_size,
-                "intermediate_size": self.sizes.intermediate,
+            config=layer_config(self.sizes, self.target)
+            | {
                 "num_hidden_layers": self._choices.num_layers,
-                "num_attention_heads": self.sizes.heads,
-                "num_key_value_heads": self.sizes.kv_heads,
-                "head_dim": self.sizes.head_dim,
-                "hidden_act": "silu",
-                "rms_norm_eps": self.sizes.eps,
-                "rope_parameters": config.get("rope_parameters")
-                or {"rope_type": "default", "rope_theta": 10000.0},
-                "max_position_embeddings": self.target.spec.max_positions,
-                "vocab_size": self.target.spec.vocab_size,
+                "target_hidden_size": self.target.spec.hidden_size,
                 "draft_vocab_size": self._head.size,
-                "tap_layers": list(self._needs.tap_layers),
+                "tap_layers": list(self.needs.tap_layers),
                 "fc_norm": self._choices.fc_norm,
                 "norm_before_fc": False,
                 "norm_output": False,
                 "norm_before_residual": self._choices.norm_before_residual,
                 "mask_token_id": self.mask_token_id,
                 "num_depths": self._choices.num_depths,
+                "sliding_window": self._choices.sliding_window,
                 "attention_bias": False,
                 "tie_word_embeddings": False,
             },
-            tensors=tensors | self._head.serving_tensors(),
+            tensors=dict(self.state_dict()) | self._head.serving_tensors(),
         )
 
 

@@ -45,6 +45,14 @@ ADAPTER = "adapter.safetensors"
 CARD = "drafter.json"
 BASE = "base"
 _FORMAT = 1
+# keys that came after format 1, with the values that mean what drafters without them do
+_LATER_KEYS = {
+    "position_weights": "decay",
+    "normalise": "sequence",
+    "sliding_window": None,
+    "reference": None,
+    "learn_fraction": None,
+}
 _VOCAB = "draft_vocab_ids"
 
 
@@ -184,7 +192,9 @@ def read_card(folder: Path) -> DrafterCard:
             f"{path} has format {version}, this draftlab reads {_FORMAT}; use the version that "
             "wrote it"
         )
-    parsed = parse_settings(drafter_class(kind).settings_class, settings, where=str(path))
+    cls = drafter_class(kind).settings_class
+    earlier = {key: value for key, value in _LATER_KEYS.items() if key in cls.model_fields}
+    parsed = parse_settings(cls, earlier | settings, where=str(path))
     card = DrafterCard(parsed, target, *rest, adapter)
     _require(folder, card.tensors_name)
     return card

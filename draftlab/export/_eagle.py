@@ -12,16 +12,18 @@ from draftlab.export._llama import (
     PLACES,
     SIZES,
     layer_shapes,
+    list_head_problems,
     list_llama_problems,
     llama_config,
     refuse,
-    training_limits,
+    without_head,
 )
+from draftlab.export._words import describe_head, final_state_limits
 from draftlab.export.table import Row, check_known
 from draftlab.shapes import Tensor
 from draftlab.targets.view import TargetView
 
-_KNOWN = SIZES | PLACES | {"fc_bias", "draft_vocab_size"}
+_KNOWN = SIZES | PLACES | {"fc_bias", "draft_vocab_size", "sliding_window"}
 
 
 def eagle_config(
@@ -34,13 +36,13 @@ def eagle_config(
     """
     own = serving.config
     check_known(own, _KNOWN, "vLLM's eagle loader")
-    problems = list_llama_problems(own)
+    problems = list_llama_problems(own) + list_head_problems(own)
     if own["fc_bias"]:
         problems.append("fc_bias=True; it joins without a bias: train with drafter.fc_bias=false")
-    if own["draft_vocab_size"] not in (None, own["vocab_size"]):
+    if own["sliding_window"] is not None:
         problems.append(
-            f"draft_vocab_size={own['draft_vocab_size']}; it reads the target's whole head: train "
-            "with drafter.draft_vocab_size=null"
+            f"sliding_window={own['sliding_window']}; it looks back on everything: train with "
+            "drafter.sliding_window=null, or an eagle3 head"
         )
     refuse(problems, "eagle")
     return {
@@ -55,8 +57,7 @@ def eagle_tensors(
 ) -> dict[str, Tensor]:
     """Name the tensors as the file does."""
     del target, config
-    # a draft vocabulary of every token is no map; the config has checked that it is
-    return {n: t for n, t in serving.tensors.items() if n not in {"lm_head.weight", "token_map"}}
+    return without_head(serving)
 
 
 def eagle_table(config: Mapping[str, Any]) -> dict[str, Row]:
@@ -71,23 +72,17 @@ def eagle_table(config: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def _about(config: Mapping[str, Any]) -> str:
-    return (
-        f"An EAGLE draft head (arXiv:2401.15077) of {config['num_hidden_layers']} decoder layer(s) "
-        "over the target's final hidden state."
-    )
+    return describe_head("An EAGLE draft head (arXiv:2401.15077)", config, None) + "."
 
 
 def _limits(
     config: Mapping[str, Any], target: TargetView, training_length: int | None
 ) -> list[str]:
     del config
-    limits = training_limits(training_length)
-    if target.config["model_type"] != "llama":
-        limits.append(
-            "Run in vLLM with Llama targets only: another family may scale its embedding or its "
-            "logits, which vLLM's eagle network does not."
-        )
-    return [*limits, "Not for SGLang: its loader wants `fc.bias` and another architecture name."]
+    return [
+        *final_state_limits("eagle", "scale its embedding or its logits", target, training_length),
+        "Not for SGLang: its loader wants `fc.bias` and another architecture name.",
+    ]
 
 
 EAGLE = Layout(

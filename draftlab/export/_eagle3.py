@@ -17,16 +17,20 @@ from draftlab.export._llama import (
     list_llama_problems,
     llama_config,
     refuse,
-    tapped_limits,
     with_head,
 )
+from draftlab.export._words import describe_head, tapped_limits
 from draftlab.export.table import Row, check_known
 from draftlab.shapes import Tensor
 from draftlab.targets.view import TargetView
 
 _SWITCHES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 # what a drafter's config may say; a key that is not here would be lost on the way
-EAGLE3_KEYS = SIZES | PLACES | {*_SWITCHES, "target_hidden_size", "draft_vocab_size", "tap_layers"}
+EAGLE3_KEYS = (
+    SIZES
+    | PLACES
+    | {*_SWITCHES, "target_hidden_size", "draft_vocab_size", "tap_layers", "sliding_window"}
+)
 
 
 def eagle3_config(
@@ -58,12 +62,18 @@ def tapped_config(
         if not isinstance(own[name], bool)
     ]
     refuse(problems, "eagle3")
-    taps = list(own["tap_layers"])
+    taps, window = list(own["tap_layers"]), own["sliding_window"]
+    # without layer_types no layer slides, whatever the window
+    sliding = {
+        "layer_types": ["sliding_attention"] * own["num_hidden_layers"],
+        "sliding_window": window,
+    }
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **llama_config(own, target, training_length),
         **{key: own[key] for key in (*_SWITCHES, "target_hidden_size", "draft_vocab_size")},
+        **(sliding if window is not None else {}),
         "num_aux_hidden_states": len(taps),
         "eagle_aux_hidden_state_layer_ids": taps,
         "eagle_config": {
@@ -112,11 +122,8 @@ def eagle3_table(config: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def _about(config: Mapping[str, Any]) -> str:
-    return (
-        f"An EAGLE-3 draft head (arXiv:2503.01840) of {config['num_hidden_layers']} decoder "
-        "layer(s) over the target's hidden states after layers "
-        f"{config['eagle_aux_hidden_state_layer_ids']}."
-    )
+    taps = config["eagle_aux_hidden_state_layer_ids"]
+    return describe_head("An EAGLE-3 draft head (arXiv:2503.01840)", config, taps) + "."
 
 
 def _limits(

@@ -34,12 +34,6 @@ SIZES = frozenset(
 PLACES = frozenset({"rope_parameters", "max_position_embeddings"})
 # longrope changes its table with the length served, dynamic with the length reached
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# families whose hidden states vLLM 0.32 hands to a head, of those draftlab knows
-_TAPPED_TARGETS = (
-    *("afmoe", "apertus", "deepseek_v2", "deepseek_v3", "gemma4", "gpt_oss", "granite", "llama"),
-    *("minicpm", "minimax_m2", "mistral", "mistral3", "nemotron_h", "qwen2", "qwen2_5_vl"),
-    *("qwen3", "qwen3_5", "qwen3_moe", "qwen3_next", "qwen3_vl"),
-)
 
 
 def llama_config(
@@ -126,6 +120,22 @@ def layer_shapes(
     }
 
 
+def list_head_problems(own: Mapping[str, Any]) -> list[str]:
+    """List what a network that reads the target's whole LM head cannot do: a draft vocabulary."""
+    if own["draft_vocab_size"] in (None, own["vocab_size"]):
+        return []
+    return [
+        f"draft_vocab_size={own['draft_vocab_size']}; it reads the target's whole head: train with "
+        "drafter.draft_vocab_size=null"
+    ]
+
+
+def without_head(serving: ServingWeights) -> dict[str, Tensor]:
+    """Give the tensors without an LM head, which is the target's, and without a map to itself."""
+    # a draft vocabulary of every token is no map; the config has checked that it is
+    return {n: t for n, t in serving.tensors.items() if n not in {"lm_head.weight", "token_map"}}
+
+
 def with_head(serving: ServingWeights, target: TargetView) -> dict[str, Tensor]:
     """Give the tensors with an LM head among them: the target's when the drafter has none."""
     tensors = dict(serving.tensors)
@@ -154,33 +164,3 @@ def check_vocab_map(tensors: Mapping[str, Tensor], target: TargetView) -> None:
             f"the draft vocabulary lacks the end tokens {missing}: no answer's end could be "
             "drafted; train with a vocabulary that holds them"
         )
-
-
-def tapped_limits(
-    config: Mapping[str, Any], target: TargetView, training_length: int | None
-) -> list[str]:
-    """Say what holds for every head that reads several of the target's layers."""
-    limits = []
-    model_type = target.config["model_type"]
-    if model_type not in _TAPPED_TARGETS:
-        limits.append(
-            f"Targets of type `{model_type}` are not among those whose hidden states vLLM 0.32 "
-            "hands to a head: check your version before relying on it."
-        )
-    limits += training_limits(training_length)
-    if config["draft_vocab_size"] != config["vocab_size"]:
-        limits.append(
-            f"It can say {config['draft_vocab_size']} of the target's {config['vocab_size']} "
-            "tokens; the others always come from the target itself."
-        )
-    return limits
-
-
-def training_limits(training_length: int | None) -> list[str]:
-    """Say how long its training rows were."""
-    if training_length is None:
-        return []
-    return [
-        f"Trained on rows of at most {training_length} tokens; beyond that fewer drafts may be "
-        "accepted."
-    ]

@@ -18,11 +18,13 @@ from draftlab.export._llama import (
     PLACES,
     SIZES,
     layer_shapes,
+    list_head_problems,
     list_llama_problems,
     llama_config,
     refuse,
-    training_limits,
+    without_head,
 )
+from draftlab.export._words import final_state_limits
 from draftlab.export.table import Row, check_known
 from draftlab.shapes import Tensor
 from draftlab.targets.view import TargetView
@@ -49,13 +51,8 @@ def mtp_config(
         "tie_word_embeddings": False,
         "attention_bias": False,
     }
-    problems = list_llama_problems(sizes)
+    problems = list_llama_problems(sizes) + list_head_problems(own)
     width, inner = own["hidden_size"], target.config.get("intermediate_size")
-    if own["draft_vocab_size"] not in (None, own["vocab_size"]):
-        problems.append(
-            f"draft_vocab_size={own['draft_vocab_size']}; it reads the target's whole head: train "
-            "with drafter.draft_vocab_size=null"
-        )
     if own["num_attention_heads"] * own["head_dim"] != width:
         problems.append(
             f"head_dim={own['head_dim']}; it takes hidden_size / num_attention_heads = "
@@ -80,7 +77,7 @@ def mtp_tensors(
     serving: ServingWeights, target: TargetView, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Name the tensors as the file does: hidden state first, zero biases where there are none."""
-    own = {n: t for n, t in serving.tensors.items() if n not in {"lm_head.weight", "token_map"}}
+    own = without_head(serving)
     if not serving.config["hidden_first"]:
         own["eh_proj.weight"] = torch.cat(own["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
     for name in _BIASED:
@@ -120,14 +117,9 @@ def _limits(
     config: Mapping[str, Any], target: TargetView, training_length: int | None
 ) -> list[str]:
     del config
-    limits = training_limits(training_length)
-    if target.config["model_type"] != "llama":
-        limits.append(
-            "Run in vLLM with Llama targets only: another family may scale its embedding or its "
-            "logits, or look back over a window, which vLLM's MiMo network does not."
-        )
+    otherwise = "scale its embedding or its logits, or look back over a window"
     return [
-        *limits,
+        *final_state_limits("MiMo", otherwise, target, training_length),
         f"The target's config must say `{_COUNT}: 1`, or vLLM cannot build the module; the command "
         "above adds it.",
         "It carries a copy of the target's embedding and LM head, because the loader refuses a "

@@ -6,7 +6,8 @@ from typing import Any
 from draftlab.drafters.base import ServingWeights
 from draftlab.export._eagle3 import EAGLE3_KEYS, eagle3_table, eagle3_tensors, tapped_config
 from draftlab.export._layout import Layout
-from draftlab.export._llama import check_vocab_map, tapped_limits
+from draftlab.export._llama import check_vocab_map
+from draftlab.export._words import describe_head, tapped_limits
 from draftlab.export.table import Row, check_known
 from draftlab.shapes import Tensor
 from draftlab.targets.view import TargetView
@@ -45,11 +46,9 @@ def peagle_table(config: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def _about(config: Mapping[str, Any]) -> str:
-    return (
-        f"A P-EAGLE draft head (arXiv:2602.01469) of {config['num_hidden_layers']} decoder "
-        "layer(s) over the target's hidden states after layers "
-        f"{config['eagle_aux_hidden_state_layer_ids']}; it drafts all tokens in one pass."
-    )
+    taps = config["eagle_aux_hidden_state_layer_ids"]
+    head = describe_head("A P-EAGLE draft head (arXiv:2602.01469)", config, taps)
+    return f"{head}; it drafts all tokens in one pass."
 
 
 def _limits(

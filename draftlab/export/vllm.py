@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from draftlab.drafters.base import Drafter
 from draftlab.errors import NotExportable
 from draftlab.export._dflash import DFLASH
+from draftlab.export._dspark import DSPARK
 from draftlab.export._eagle import EAGLE
 from draftlab.export._eagle3 import EAGLE3
 from draftlab.export._layout import Layout
@@ -34,6 +35,7 @@ from draftlab.targets.view import TargetView
 
 _LAYOUTS: dict[str, Layout] = {
     "dflash": DFLASH,
+    "dspark": DSPARK,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
     "medusa": MEDUSA,

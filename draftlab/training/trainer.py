@@ -223,6 +223,17 @@ class Trainer:
                         self._checkpoint(step)
         return self._result()
 
+    def rehearse(self, count: int) -> float:
+        """Do steps without effect; give the tokens a second that went through them.
+
+        One more is done first, which pays for warming up and is not counted.
+        """
+        self.drafter.train()
+        self._rehearse(1)
+        steps = range(2, 2 + count)
+        seconds = sum(self._rehearse(step) for step in steps)
+        return sum(self.rows.num_tokens(self._order.rows(step)) for step in steps) / seconds
+
     def _is_out_of_patience(self) -> bool:
         patience = self.train.patience
         if patience is None or self._idle_probes < patience:

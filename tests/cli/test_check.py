@@ -11,18 +11,18 @@ GOOD = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "
 
 def test_a_good_run_is_described_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["check", "drafter=ngram", "train.max_minutes=3"]) == 0
+    assert main(["check", "drafter=medusa", "train.max_minutes=3"]) == 0
     out = capsys.readouterr().out
-    assert "drafter=ngram" in out
+    assert "drafter=medusa" in out
     assert "at most 3 for the optimizer steps" in out
-    assert "start it: draftlab train drafter=ngram train.max_minutes=3" in out
+    assert "start it: draftlab train drafter=medusa train.max_minutes=3" in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_own_files_are_counted(tmp_path, capsys):
     path = tmp_path / "What's 2+2, (1) 次.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD) + "\n")
-    assert main(["check", "drafter=ngram", "data=jsonl", f"data.paths={path}"]) == 0
+    assert main(["check", "data=jsonl", f"data.paths={path}"]) == 0
     assert "jsonl, 2 chats to train on" in capsys.readouterr().out
 
 
@@ -90,7 +90,6 @@ def test_a_model_with_code_of_its_own_is_sized_by_its_files(tmp_path, capsys):
         (["drafter=eagle3", "regenerate.features_dtype=bf16"], 4 * 64 * 2),
         (["drafter=eagle3", "regenerate.features_dtype=fp8"], 4 * (64 + 4)),
         (["drafter=medusa", "regenerate.features_dtype=bf16"], 64 * 2),
-        (["drafter=ngram"], 0),
     ],
 )
 def test_the_bytes_of_a_token_follow_drafter_and_dtype(words, expected, capsys):

@@ -27,7 +27,12 @@ VARIANTS = {
     "medusa-own": {"head": "own", "num_blocks": 2},
     "medusa-low_rank": {"head": "low_rank", "head_rank": 8},
     "medusa-reduced": {"draft_vocab_size": 120},
-    "eagle-reduced": {"draft_vocab_size": 120, "num_layers": 2, "fc_bias": True},
+    "eagle-reduced": {
+        "draft_vocab_size": 120,
+        "num_layers": 2,
+        "fc_bias": True,
+        "sliding_window": 6,
+    },
     "eagle3-reduced": {"draft_vocab_size": 120},
     "self_speculative-exit": {"exit_layer": 2},
     "suffix-global": {"num_global_tokens": 400},

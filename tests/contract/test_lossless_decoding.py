@@ -103,6 +103,7 @@ def small_model_as_drafter(family, target, folder):
         "objective": "forward_kl",
         "reference": None,
         "learn_fraction": None,
+        "normalise": "sequence",
     }
     drafter = build_drafter(parse_settings(DraftModelSettings, data), target.view)
     assert isinstance(drafter, DraftModel)

@@ -70,7 +70,7 @@ class Trigram(Drafter, kind="trigram", settings=ScriptedSettings):
 CHAINS = {
     "plain": None,
     "eagle3": {"kind": "eagle3"},
-    "eagle3-reduced": {"kind": "eagle3", "draft_vocab_size": 120},
+    "eagle3-reduced": {"kind": "eagle3", "draft_vocab_size": 120, "sliding_window": 6},
     "eagle": {"kind": "eagle"},
     "medusa": {"kind": "medusa"},
 }

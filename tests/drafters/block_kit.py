@@ -1,20 +1,10 @@
-"""What tests of block drafters share: building one, and one block at a time by plain attention."""
+"""Slow references of drafters that fill several places in one pass: blocks, and P-EAGLE's depths."""
 
 import math
-from pathlib import Path
 
 import torch
-import yaml
-from eagle_kit import rotate_plainly
+from eagle_kit import features_of, reference_pass, rotate_plainly
 
-from draftlab.drafters.base import drafter_class
-from draftlab.drafters.vocab import DraftVocab
-from draftlab.settings.base import parse_settings
-
-CONF = Path(__file__).parents[2] / "conf" / "drafter"
-REDUCED = torch.tensor([i for i in range(261) if i % 3 or i == 256])
-DECAY = {"position_weights": "decay", "step_decay": 0.8}
-SMALL = {"block_size": 4, "num_draft_tokens": 3, "num_layers": 2, "max_anchors": None, **DECAY}
 SHAPES = {
     "two-way": {},
     "causal": {"causal": True},
@@ -22,23 +12,6 @@ SHAPES = {
     "causal window": {"causal": True, "sliding_window": 5},
     "mask token": {"mask_token_id": 300},
 }
-
-
-def settings(kind, **changes):
-    data = yaml.safe_load((CONF / f"{kind}.yaml").read_text()) | SMALL | changes
-    return parse_settings(drafter_class(kind).settings_class, data)
-
-
-def build(kind, target, vocab_ids=None, seed=0, **changes):
-    """Build a small block drafter whose parameters are all away from their start."""
-    vocab = None if vocab_ids is None else DraftVocab(vocab_ids, target.spec.vocab_size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        drafter = drafter_class(kind)(settings(kind, **changes), target.view, vocab=vocab)
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
-    return drafter
 
 
 def may_see(choices, num_context, slots):
@@ -90,3 +63,29 @@ def support_of(drafter):
     if drafter.vocab is not None:
         return drafter.vocab.ids
     return torch.arange(drafter.target.spec.num_token_ids)
+
+
+def parallel_states(drafter, taps, tokens, depths):
+    """What P-EAGLE's LM head reads at every depth after the true rows of `taps` [n L D].
+
+    Args:
+        tokens: of the positions and one more, the anchor.
+    """
+    embed = drafter.target.embed
+    unknown = embed(torch.tensor([drafter.mask_token_id])).expand(depths - 1, -1)
+    learned = drafter.fuse_taps(drafter.mask_hidden.view(-1, 64)).expand(depths - 1, -1)
+    embedded = torch.cat([embed(torch.tensor(tokens[1:])), unknown])
+    out = reference_pass(drafter, embedded, torch.cat([drafter.fuse_taps(taps), learned]))
+    return drafter.norm(out[len(tokens) - 2 :])
+
+
+def expected_laws(drafter, target, text, depth, temperature=1.0):
+    """Target ids, and laws of the tokens after a text whose last token is the anchor."""
+    taps = features_of(target, drafter, text[:-1]).taps[0]
+    if drafter.kind == "peagle":
+        states = parallel_states(drafter, taps, text, depth)
+    else:
+        states = reference_block(drafter, taps, text[-1], drafter.settings.block_size)[1:]
+    ids = support_of(drafter)
+    logits = states[:depth] @ drafter._head.rows[: len(ids)].T
+    return ids, (logits / temperature).softmax(-1)

@@ -6,9 +6,12 @@ A reference runs a head as one causal sequence over everything a draft row may s
 import math
 
 import torch
+from torch.nn.functional import smooth_l1_loss
 
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters.base import DraftBudget, Observation
+from draftlab.objectives.named import objective
+from draftlab.objectives.rows import score_rows
 from draftlab.sampling import GREEDY
 
 
@@ -67,6 +70,9 @@ def reference_pass(drafter, embedded, hidden):
     length = embedded.shape[0]
     cos, sin = drafter.target.rope(torch.arange(length))
     seen = torch.ones(length, length, dtype=torch.bool).tril()
+    window = getattr(drafter.settings, "sliding_window", None)
+    if window is not None:
+        seen = seen.triu(1 - window)
     for layer in drafter.layers:
         attention = layer.self_attn
         if layer.hidden_norm is not None:
@@ -109,7 +115,7 @@ def reference_step(drafter, tokens, hidden):
 
 
 def head_rows(drafter):
-    return drafter.head.rows if drafter.kind == "eagle" else drafter.lm_head
+    return drafter._matrices[0]
 
 
 def reference_states(drafter, features, tokens, t, steps, choose=None):
@@ -158,6 +164,39 @@ def expected_chain(drafter, target, text, depth):
     features = features_of(target, drafter, text[:-1])
     logits = reference_chain(drafter, features, text, len(text) - 2, depth, choose=likeliest)
     return [likeliest(drafter, x) for x in logits]
+
+
+def sample_loss(drafter, features, sample, found, num_depths):
+    """Mean loss of a sample, and per depth the sums of loss, hits, overlap and count.
+
+    Args:
+        features: of the target for the sample.
+        found: (depth, place of the token predicted, what the LM head reads), learned or not.
+    """
+    ids, learned = sample
+    choices, head, matrices = drafter.settings, drafter.target.head, drafter._matrices
+    total, weight = 0.0, 0.0
+    sums = torch.zeros(4, num_depths, dtype=torch.float64)
+    for depth, place, state in found:
+        if not learned <= place < len(ids):
+            continue
+        final = features.final[:, place - 1]
+        scores = score_rows(
+            objective(choices.objective),
+            head(final),
+            (state @ matrices[depth if len(matrices) > 1 else 0].T).unsqueeze(0),
+            torch.tensor([ids[place]]),
+            None if drafter.vocab is None else drafter.vocab.ids,
+        )
+        loss = scores.loss[0]
+        if drafter.kind == "eagle":
+            loss = loss + choices.feature_weight * smooth_l1_loss(state, final[0])
+        share = choices.decay**depth
+        total, weight = total + share * loss, weight + share
+        if drafter.vocab is None or (place - 1) % 8 == 0:  # a reduced one is judged at every eighth
+            told = [loss.item(), scores.hit.item(), scores.overlap.item(), 1.0]
+            sums[:, depth] += torch.tensor(told, dtype=torch.float64)
+    return total / weight, sums
 
 
 # ---------------------------------------------------------------- decoding by hand

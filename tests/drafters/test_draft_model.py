@@ -40,6 +40,7 @@ def settings(**changes):
         "objective": "forward_kl",
         "reference": None,
         "learn_fraction": None,
+        "normalise": "sequence",
     }
     return parse_settings(DraftModelSettings, data | changes)
 
@@ -273,8 +274,11 @@ def token_losses(model, batch, teacher):
     return found
 
 
-def test_of_every_sequence_only_the_tokens_furthest_behind_the_reference_are_learned(target):
-    drafter = stirred(build(target, **FEW), seed=1).train()
+@pytest.mark.parametrize("normalise", ["sequence", "token"])
+def test_of_every_sequence_only_the_tokens_furthest_behind_the_reference_are_learned(
+    target, normalise
+):
+    drafter = stirred(build(target, **FEW, normalise=normalise), seed=1).train()
     batch = two_packed_samples()
     features = target.read_features(batch, drafter.needs)
     teacher = target.view.head(features.final)
@@ -286,13 +290,15 @@ def test_of_every_sequence_only_the_tokens_furthest_behind_the_reference_are_lea
     for mine, other in zip(own, theirs, strict=True):
         gaps = (mine - other).tolist()
         kept = sorted(range(len(gaps)), key=lambda i: -gaps[i])[: round(0.4 * len(gaps))]
-        total, counts = total + mine[kept].mean(), counts + len(kept)
+        loss = mine[kept].mean() if normalise == "sequence" else mine[kept].sum()
+        total, counts = total + loss, counts + len(kept)
         choices.append(set(kept))
     total.backward()
     got = drafter(batch, features, Noise(0))
     assert [len(kept) for kept in choices] == [3, 6]
     assert got.total.item() == pytest.approx(total.item(), rel=1e-5)
     assert got.count.tolist() == [counts]
+    assert got.weight == (None if normalise == "sequence" else counts)
     got.total.backward()
     for name, parameter in plain.named_parameters():
         assert torch.allclose(drafter.model.get_parameter(name).grad, parameter.grad, atol=1e-5)

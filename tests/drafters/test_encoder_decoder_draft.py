@@ -60,7 +60,7 @@ def settings(folder, **changes):
     data = {"kind": "draft_model", "num_draft_tokens": K, "start": "pretrained"}
     data |= {"model": str(folder), "revision": None, "layers": None, "trainable": "all"}
     data |= {"objective": "forward_kl"}
-    data |= {"reference": None, "learn_fraction": None}
+    data |= {"normalise": "sequence", "reference": None, "learn_fraction": None}
     return parse_settings(DraftModelSettings, data | changes)
 
 

@@ -393,7 +393,7 @@ def test_padded_vocabularies_of_one_tokenizer_are_read_as_they_are(tmp_path, row
             {"kind": "draft_model", "num_draft_tokens": K, "start": "pretrained"}
             | {"model": str(tmp_path), "revision": None, "layers": None, "trainable": "all"}
             | {"objective": "forward_kl"}
-            | {"reference": None, "learn_fraction": None},
+            | {"normalise": "sequence", "reference": None, "learn_fraction": None},
         ),
         target.view,
     ).to(torch.float64)

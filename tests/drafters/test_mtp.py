@@ -1,5 +1,6 @@
 """Multi-token prediction: the recursion against a loop, starts, and the module a target ships."""
 
+import building
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,14 +9,12 @@ from draftlab.data.batch import TokenBatch
 from draftlab.drafters._mtp_layout import MIMO_PREFIX, from_mimo, to_mimo
 from draftlab.drafters.base import DraftBudget, Observation
 from draftlab.drafters.layers import rotate, signed_sin
-from draftlab.drafters.mtp import MTP, MTPSettings
-from draftlab.drafters.vocab import DraftVocab
+from draftlab.drafters.mtp import MTP
 from draftlab.errors import ConfigError
 from draftlab.objectives.named import objective
 from draftlab.objectives.rows import score_rows
 from draftlab.randomness import Noise
 from draftlab.sampling import GREEDY
-from draftlab.settings.base import parse_settings
 from draftlab.targets.target import build_target
 from draftlab.targets.tiny import build_tiny_model, tiny_target, tiny_tokenizer
 
@@ -29,31 +28,11 @@ def target():
 
 
 def settings(**changes):
-    data = {
-        "kind": "mtp",
-        "num_draft_tokens": DEPTHS,
-        "draft_vocab_size": None,
-        "start": "random",
-        "init_from_layer": None,
-        "intermediate_size": None,
-        "attention_bias": False,
-        "hidden_first": False,
-        "unroll_steps": DEPTHS,
-        "position_weights": "decay",
-        "step_decay": 0.6,
-        "normalise": "sequence",
-        "objective": "forward_kl",
-    }
-    return parse_settings(MTPSettings, data | changes)
+    return building.settings("mtp", **changes)
 
 
-def build(target, vocab=None, **changes):
-    torch.manual_seed(0)
-    drafter = MTP(settings(**changes), target.view, vocab=vocab)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return drafter
+def build(target, vocab_ids=None, **changes):
+    return building.build("mtp", target, vocab_ids, stir=0.05, **changes)
 
 
 def sample(ids=None):
@@ -76,7 +55,7 @@ def looped(drafter, ids, final, row, depths=DEPTHS):
             parts.reverse()
         residual = drafter.eh_proj(torch.cat(parts, -1))
         x = layer.input_layernorm(residual)
-        cos, sin = drafter.rope(torch.tensor([position]))
+        cos, sin = drafter.target.rope(torch.tensor([position]))
         turn = cos.double(), signed_sin(sin).double()
         split = (1, -1, sizes.head_dim)
         query = rotate(layer.self_attn.q_proj(x).view(split), *turn)[0]
@@ -103,8 +82,7 @@ def looped(drafter, ids, final, row, depths=DEPTHS):
 def test_depth_k_reads_the_output_of_the_one_before_and_is_judged_where_it_predicts(
     target, mimo, vocab_ids
 ):
-    vocab = None if vocab_ids is None else DraftVocab(vocab_ids, 320)
-    drafter = build(target, vocab=vocab, attention_bias=mimo, hidden_first=mimo)
+    drafter = build(target, vocab_ids, attention_bias=mimo, hidden_first=mimo)
     batch = sample()
     features = target.read_features(batch, drafter.needs)
     got = drafter(batch, features, Noise(0))
@@ -125,7 +103,7 @@ def test_depth_k_reads_the_output_of_the_one_before_and_is_judged_where_it_predi
             )
             total += 0.6**k * scores.loss.item()
             weights += 0.6**k
-            if vocab is None or (t + 1 + k) % 8 == 0:  # where a reduced vocabulary is judged
+            if vocab_ids is None or (t + 1 + k) % 8 == 0:  # where a reduced vocabulary is judged
                 losses[k] += scores.loss.item()
     assert got.total.item() == pytest.approx(total / weights)
     assert got.loss_sum.tolist() == pytest.approx(losses.tolist())

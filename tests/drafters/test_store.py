@@ -117,6 +117,19 @@ def test_a_damaged_card_is_refused(target, tmp_path, text):
         load_drafter(tmp_path, target.view)
 
 
+def test_a_drafter_saved_before_some_keys_existed_is_what_it_was(target, tmp_path):
+    drafter = build(target, counts(), draft_vocab_size=96)
+    save_drafter(drafter, tmp_path, extra={})
+    card = json.loads((tmp_path / "drafter.json").read_text())
+    later = ("position_weights", "normalise", "sliding_window")
+    (tmp_path / "drafter.json").write_text(
+        json.dumps(
+            card | {"settings": {k: v for k, v in card["settings"].items() if k not in later}}
+        )
+    )
+    assert load_drafter(tmp_path, target.view).settings == drafter.settings
+
+
 def test_settings_that_contradict_the_tensors_are_refused(target, tmp_path):
     save_drafter(build(target), tmp_path, extra={})
     card = json.loads((tmp_path / "drafter.json").read_text())

@@ -355,10 +355,10 @@ def by_one_mask(queries, keys, values, spans):
 
 FAMILIES = {
     "eagle": {"num_layers": 2, "hass_steps": 3, "feature_noise": 0.0},
-    "eagle3": {"num_layers": 2, "unroll_steps": 4},
+    "eagle3": {"num_layers": 2, "unroll_steps": 4, "sliding_window": 5},
     "mtp": {},
     "hydra": {"prefix_attention": True},
-    "peagle": {"num_layers": 2, "num_depths": 5},
+    "peagle": {"num_layers": 2, "num_depths": 5, "sliding_window": 6},
     "dflash": {"num_layers": 2, "sliding_window": 9},
     "dspark": {"num_layers": 2, "causal": True},
 }

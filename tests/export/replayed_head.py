@@ -82,8 +82,10 @@ class ReplayedEagle3:
         q, k = self._turn(project("q", heads)), self._turn(project("k", kv))
         k, v = (t.repeat_interleave(heads // kv, dim=0) for t in (k, project("v", kv)))
         scores = q @ k.transpose(1, 2) / width**0.5
-        future = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+        if "layer_types" in config:
+            hidden |= torch.ones_like(hidden).tril(-config["sliding_window"])
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
         out = mixed.transpose(0, 1).reshape(rows, heads * width)
         return out @ self.weights[f"{name}.self_attn.o_proj.weight"].T
 

@@ -50,18 +50,23 @@ class ReplayedDFlash(ReplayedEagle):
     def __init__(self, folder, embed, head):
         super().__init__(folder, embed, head)
         self.special = self.config["dflash_config"]
+        self.mask_id = self.special.get("mask_token_id", self.config.get("mask_token_id"))
         if "embed_tokens.weight" in self.weights:
             self.embed = lambda ids: self.weights["embed_tokens.weight"][ids]
 
     def draft(self, taps, next_ids, tokens):
-        config, depth = self.config, len(tokens)
-        causal = self.special["causal"]
-        slots = depth + 1 if causal else config["block_size"]
+        depth = len(tokens)
+        slots = depth + 1 if self.special["causal"] else self.config["block_size"]
+        head = self.weights.get("lm_head.weight", self.head)
+        return self._fill(taps, next_ids[-1], slots)[1 : depth + 1] @ head.T
+
+    def _fill(self, taps, anchor, slots):
+        config, causal = self.config, self.special["causal"]
         joined = taps.flatten(1) @ self.weights["fc.weight"].T
         context = self._norm(joined, "hidden_norm")
         length = context.shape[0]
-        ids = torch.full((slots,), self.special["mask_token_id"])
-        ids[0] = next_ids[-1]
+        ids = torch.full((slots,), self.mask_id)
+        ids[0] = anchor
         residual = self.embed(ids)
         places = torch.arange(length + slots)
         asks = places[length:].unsqueeze(1)
@@ -73,8 +78,7 @@ class ReplayedDFlash(ReplayedEagle):
             x = self._norm(residual, f"{name}.input_layernorm")
             mixed = self._block_attention(context, x, name, hidden_from)
             residual = self._rest(residual + mixed, name)
-        head = self.weights.get("lm_head.weight", self.head)
-        return self._norm(residual[1 : depth + 1], "norm") @ head.T
+        return self._norm(residual, "norm")
 
     def _block_attention(self, context, x, name, hidden_from):
         config = self.config
@@ -97,3 +101,28 @@ class ReplayedDFlash(ReplayedEagle):
         scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(hidden_from, -torch.inf)
         out = (scores.softmax(-1) @ values).transpose(0, 1).reshape(x.shape[0], heads * width)
         return out @ self.weights[f"{name}.self_attn.o_proj.weight"].T
+
+
+class ReplayedDSpark(ReplayedDFlash):
+    """The same block, every slot of which drafts, knowing the token before."""
+
+    def draft(self, taps, next_ids, tokens):
+        hidden = self._hidden(taps, next_ids[-1], len(tokens))
+        logits = hidden @ self.weights.get("lm_head.weight", self.head).T
+        return logits + self._before(next_ids, tokens) @ self._markov("markov_w2").T
+
+    def confidence(self, taps, next_ids, tokens):
+        hidden = self._hidden(taps, next_ids[-1], len(tokens))
+        read = torch.cat([hidden, self._before(next_ids, tokens)], dim=-1)
+        weight, bias = (self.weights[f"confidence_head.proj.{x}"] for x in ("weight", "bias"))
+        return (read @ weight.T + bias).sigmoid()[:, 0]
+
+    def _hidden(self, taps, anchor, depth):
+        slots = depth if self.special["causal"] else self.config["block_size"]
+        return self._fill(taps, anchor, slots)[:depth]
+
+    def _before(self, next_ids, tokens):
+        return self._markov("markov_w1")[torch.cat([next_ids[-1:], tokens[:-1]])]
+
+    def _markov(self, part):
+        return self.weights[f"markov_head.{part}.weight"]

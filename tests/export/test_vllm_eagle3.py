@@ -23,6 +23,7 @@ SWITCHES = {
     "all_on": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
     "two_layers": {"num_layers": 2, "norm_output": True},
     "two_taps": {"tap_layers": [1, 4]},
+    "window": {"num_layers": 2, "sliding_window": 4},
     "own_width": {"intermediate_size": 48},
     "reduced": {"draft_vocab_size": 96},
     "reduced_own_head": {"draft_vocab_size": 96, "train_head": True},
@@ -142,6 +143,7 @@ def test_the_config_says_everything_an_engine_would_guess_otherwise(
     assert config["tie_word_embeddings"] is False
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
     assert config["target_hidden_size"] == 64
+    assert "layer_types" not in config
     assert config["draftlab"]["base_model"] == "tiny-llama"
 
 

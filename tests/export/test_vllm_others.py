@@ -1,4 +1,4 @@
-"""EAGLE, P-EAGLE and DFlash folders: read back by a plain reader, and what is refused."""
+"""EAGLE, P-EAGLE, DFlash and DSpark folders: read back by a plain reader, and what is refused."""
 
 import json
 import shlex
@@ -6,29 +6,35 @@ import shlex
 import pytest
 import torch
 from replayed_head import read_folder
-from replayed_parallel import ReplayedDFlash, ReplayedEagle, ReplayedPEagle
+from replayed_parallel import ReplayedDFlash, ReplayedDSpark, ReplayedEagle, ReplayedPEagle
 
 from draftlab.errors import ConfigError, NotExportable
 from draftlab.export.base import export_drafter
 
 DFLASH = {"num_layers": 2, "block_size": 5, "num_draft_tokens": 4}
+DSPARK = {"num_layers": 2, "block_size": 5, "num_draft_tokens": 5, "markov_rank": 16}
 PEAGLE = {"num_layers": 2, "num_depths": 4, "num_draft_tokens": 4}
 CASES = {
     "eagle": ("eagle", {}),
     "eagle_two_layers": ("eagle", {"num_layers": 2}),
     "peagle": ("peagle", PEAGLE),
     "peagle_reduced": ("peagle", PEAGLE | {"draft_vocab_size": 96, "mask_token_id": 7}),
+    "peagle_window": ("peagle", PEAGLE | {"sliding_window": 4}),
     "dflash": ("dflash", DFLASH),
     "dflash_causal": ("dflash", DFLASH | {"causal": True, "mask_token_id": 7}),
     "dflash_window": ("dflash", DFLASH | {"sliding_window": 6, "draft_vocab_size": 96}),
+    "dspark": ("dspark", DSPARK),
+    "dspark_causal": ("dspark", DSPARK | {"causal": True, "mask_token_id": 7}),
+    "dspark_window": ("dspark", DSPARK | {"sliding_window": 6, "draft_vocab_size": 96}),
+    "dspark_projection": ("dspark", DSPARK | {"markov_table": False, "confidence_weight": 0.0}),
 }
+NETWORKS = {"eagle": ReplayedEagle, "dflash": ReplayedDFlash, "dspark": ReplayedDSpark}
 
 
 def rebuilt(kind, folder, target):
     if kind == "peagle":
         return ReplayedPEagle(folder, target.view.embed)
-    network = ReplayedEagle if kind == "eagle" else ReplayedDFlash
-    return network(folder, target.view.embed, target.view.head_rows(None))
+    return NETWORKS[kind](folder, target.view.embed, target.view.head_rows(None))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,9 +107,11 @@ def test_the_command_of_a_parallel_head_says_so(target, build, settings, tmp_pat
     ("kind", "keys", "error", "named"),
     [
         ("eagle", {"fc_bias": True}, NotExportable, r"drafter\.fc_bias=false"),
+        ("eagle", {"sliding_window": 8}, NotExportable, r"drafter\.sliding_window=null"),
         ("eagle", {"draft_vocab_size": 96}, NotExportable, r"drafter\.draft_vocab_size=null"),
         ("peagle", PEAGLE, ConfigError, r"num_draft_tokens=9.*at most 4"),
         ("dflash", DFLASH, ConfigError, r"num_draft_tokens=9.*at most 4"),
+        ("dspark", DSPARK, ConfigError, r"num_draft_tokens=9.*at most 5"),
     ],
 )
 def test_what_vllm_cannot_serve_is_refused_by_name(

@@ -1,8 +1,10 @@
 """vLLM's side of the parity tests: run by an interpreter that has vLLM, and knows no draftlab.
 
-`PYTHON engine.py ASKED.json ANSWERED.json`. In: prompts, and a list of what to try one after the
-other: a target's folder, keys to add to its config, and a speculative config. Out, in their order:
-of each, the tokens of every answer and vLLM's counters, or the error that it ended with.
+`PYTHON engine.py ASKED.json ANSWERED.json RUNNER`, the runner first or second. In: prompts, and a
+list of what to try one after the other: a target's folder, keys to add to its config, and a
+speculative config; perhaps hidden states and tokens before them, to ask a confidence head about.
+Out, in their order: of each, the tokens of every answer and vLLM's counters, what the confidence
+head says, or the error that it ended with.
 """
 
 import gc
@@ -21,6 +23,10 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
+if sys.argv[3] == "second":
+    import triton_on_cpu  # noqa: F401 - changes what vLLM finds
+
+import torch
 import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -48,6 +54,7 @@ def answer(asked, head):
     out = model.generate(prompts, limits, use_tqdm=False)
     tokens = [list(one.outputs[0].token_ids) for one in out]
     after = counters(model)
+    sure = model.collective_rpc(confidence, args=(head["judged"],))[0] if head["judged"] else None
     del model
     gc.collect()
     cleanup_dist_env_and_memory()
@@ -56,7 +63,16 @@ def answer(asked, head):
         "tokens": tokens,
         "num_drafts": after[0] - before[0],
         "per_position": per_position,
+        "confidence": sure,
     }
+
+
+def confidence(worker, judged):
+    """Ask the drafter of a worker how likely it thinks its tokens, whatever they are, to be accepted."""
+    drafter = worker.model_runner.speculator.model
+    with torch.inference_mode():
+        before = drafter.markov_embed(torch.tensor(judged["previous"]))
+        return drafter.compute_confidence(torch.tensor(judged["hidden"]), before).tolist()
 
 
 def counters(model):

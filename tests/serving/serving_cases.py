@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 class Head:
     """A drafter, how long to train it, the K it is served with, and mistakes to make.
 
-    `start` changes its weights before it is trained; `head_dim` is the target's.
+    `start` changes its weights before it is trained; `head_dim` is the target's; `runner` is vLLM's
+    model runner that serves it, the first or the second.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Head:
     keys: dict[str, Any] = field(default_factory=dict)
     start: Callable[[torch.nn.Module], None] | None = None
     head_dim: int = 64
+    runner: str = "first"
     mistakes: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
@@ -75,6 +77,10 @@ def _shift_block_taps(config: dict[str, Any]) -> None:
     config["dflash_config"]["target_layer_ids"] = [i - 1 for i in ids]
 
 
+def _shift_spark_taps(config: dict[str, Any]) -> None:
+    config["target_layer_ids"] = [i - 1 for i in config["target_layer_ids"]]
+
+
 def _bias_blocks(drafter: torch.nn.Module) -> None:
     """Give the biases weight: trained for seconds from zero, they hardly matter."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -88,6 +94,7 @@ TAPS = [2, 3, 5]
 # one layer: vLLM 0.32's CPU build norms the context's keys of every layer by the first one's weights,
 # found by replaying two-layer heads so, which gives its counters exactly
 BLOCK = {"num_layers": 1, "block_size": 5, "num_draft_tokens": 4, "tap_layers": TAPS}
+SPARK = BLOCK | {"block_size": 4, "markov_rank": 16}
 
 METHODS: dict[str, dict[str, Head]] = {
     "medusa": {
@@ -133,6 +140,13 @@ METHODS: dict[str, dict[str, Head]] = {
                 "absolute_ids": in_tensors(_make_absolute),
             },
         ),
+        "window": Head(
+            "eagle3",
+            steps=45,
+            depth=4,
+            keys={"tap_layers": TAPS, "num_layers": 2, "sliding_window": 6},
+            mistakes={"no_window": in_config(lambda c: c.pop("layer_types"))},
+        ),
     },
     "peagle": {
         "plain": Head(
@@ -143,6 +157,18 @@ METHODS: dict[str, dict[str, Head]] = {
             mistakes={
                 "other_mask_token": in_config(lambda c: c.update(mask_token_id=5)),
                 "mask_of_zeros": in_tensors(lambda t: t["mask_hidden"].zero_()),
+            },
+        ),
+        "window": Head(
+            "peagle",
+            steps=60,
+            depth=4,
+            keys={
+                "num_layers": 2,
+                "num_depths": 4,
+                "num_draft_tokens": 4,
+                "tap_layers": TAPS,
+                "sliding_window": 7,
             },
         ),
     },
@@ -162,6 +188,36 @@ METHODS: dict[str, dict[str, Head]] = {
             steps=60,
             depth=3,
             keys=BLOCK | {"causal": True, "sliding_window": 12, "mask_token_id": 62},
+        ),
+    },
+    "dspark": {
+        "learned_mask": Head(
+            "dspark",
+            steps=60,
+            depth=4,
+            keys=SPARK,
+            runner="second",
+            mistakes={
+                "anchor_drafts_nothing": in_config(lambda c: c.update(sample_from_anchor=False)),
+                "no_markov_head": in_tensors(lambda t: t["markov_head.markov_w2.weight"].zero_()),
+                "taps_off_by_one": in_config(_shift_spark_taps),
+            },
+        ),
+        "causal_window": Head(
+            "dspark",
+            steps=60,
+            depth=3,
+            keys=SPARK
+            | {
+                "causal": True,
+                "sliding_window": 12,
+                "mask_token_id": 62,
+                "draft_vocab_size": 40,
+                "markov_table": False,
+                "confidence_weight": 0.0,
+            },
+            runner="second",
+            mistakes={"absolute_ids": in_tensors(_make_absolute)},
         ),
     },
     "mtp": {

@@ -28,6 +28,13 @@ def test_the_head_is_right_often_enough_at_every_position_to_show_a_mistake_ther
     assert counts[-1] < counts[0], counts
 
 
+@pytest.mark.parametrize(("method", "name"), [("dspark", "learned_mask")])
+def test_vllms_confidence_head_is_as_sure_as_ours(method, name, served):
+    ours = served[2][method, name]
+    assert max(ours) - min(ours) > 0.01
+    assert served[1][method, name, None]["confidence"] == pytest.approx(ours, abs=1e-5)
+
+
 @pytest.mark.parametrize(("method", "name", "mistake"), MISTAKES, ids=map("-".join, MISTAKES))
 def test_a_mistake_in_the_export_shows_in_the_counters_and_never_in_the_tokens(
     method, name, mistake, served, greedy

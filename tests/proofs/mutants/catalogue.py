@@ -156,11 +156,9 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter tells its law at temperature 1, whatever it drew at",
-        "drafters/_eagle_memory.py",
-        "            laws.append(process(newest, law))\n"
-        "            columns = draw(laws[-1], uniforms[:, k])",
-        "            laws.append(newest.softmax(-1))\n"
-        "            columns = draw(process(newest, law), uniforms[:, k])",
+        "drafters/_chain.py",
+        "self._laws.append(law)",
+        "self._laws.append(logits.softmax(-1))",
         (HOUSE, "-k", "eagle3-speculative"),
     ),
     Mutant(
@@ -375,7 +373,7 @@ MUTANTS = [
         "drafters/_eagle_memory.py",
         "positions=(lengths + (k - 1))",
         "positions=(lengths + k)",
-        ("tests/drafters/test_eagle3.py", "-k", "chain_that_training_unrolled"),
+        ("tests/drafters/test_self_fed_head.py", "-k", "chain_that_training_unrolled"),
     ),
     Mutant(
         "an EAGLE head looks at what lies past a row's end",
