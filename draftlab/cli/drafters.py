@@ -54,7 +54,7 @@ def compose_for_drafters(primary: str, words: Sequence[str]) -> Composed:
     names = [*listed] if isinstance(listed, list) else [composed.data["drafter"]]
     trained = [name for name in names if isinstance(name, str) and name not in _kinds()]
     for name in trained:
-        if not _may_be_hub_id(name):
+        if not may_be_hub_id(name):
             find_drafter_folder(name)
     runs = [run for name in trained if (run := find_owning_run(name)) is not None]
     if runs:
@@ -91,6 +91,11 @@ def find_drafter_folder(name: str) -> Path:
     if (path / "config.yaml").is_file():
         run = RunDir(path)
         found = run.pointed("best") or run.pointed("latest")
+        if found is None and run.is_finished:
+            raise CheckpointError(
+                f"run {path} is finished and its checkpoints are gone; train it anew with the "
+                f"command in {run.provenance_path}, or name another run"
+            )
         if found is None:
             raise CheckpointError(
                 f"run {path} has no checkpoint yet; go on with draftlab train resume={path}"
@@ -98,7 +103,7 @@ def find_drafter_folder(name: str) -> Path:
         return found
     if path.exists():
         raise ConfigError(_explain_no_drafter(path))
-    if _may_be_hub_id(name):
+    if may_be_hub_id(name):
         return _download(name)
     raise ConfigError(
         f"no drafter {name!r}: expected one of {', '.join(_kinds())}, a run or drafter folder, or "
@@ -118,7 +123,8 @@ def _explain_no_drafter(path: Path) -> str:
     )
 
 
-def _may_be_hub_id(name: str) -> bool:
+def may_be_hub_id(name: str) -> bool:
+    """Tell whether a drafter's name has the shape OWNER/NAME and is no path here."""
     is_path = name.startswith((".", "~", "/")) or Path(name).exists()
     return name.count("/") == 1 and not is_path
 

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from draftlab.cli.adapting import require_base
-from draftlab.cli.drafters import find_drafter_folder
+from draftlab.cli.continuing import take_over_drafter
 from draftlab.cli.estimate import Estimate, estimate_run, require_disk, require_training
 from draftlab.cli.hardware import (
     apply_hardware,
@@ -25,7 +25,8 @@ from draftlab.cli.hardware import (
 )
 from draftlab.cli.schema import RunSettings, settings_of
 from draftlab.cli.worker import LAUNCHED, read_run_settings, work
-from draftlab.errors import ConfigError, DraftlabError
+from draftlab.drafters.store import check_whole
+from draftlab.errors import CheckpointError, ConfigError, DraftlabError
 from draftlab.runs.provenance import collect_provenance
 from draftlab.runs.run_dir import RunDir, create_run, list_runs, open_run, write_json
 from draftlab.settings.compose import Composed, compose
@@ -42,11 +43,13 @@ def launch_training(words: Sequence[str]) -> RunDir:
         words: key=value words.
 
     Raises:
-        DraftlabError: the words do not compose, what they name is not there, or a worker failed.
+        DraftlabError: the words do not compose, what they name is not there, a finished run's
+            drafter is gone or damaged, or a worker failed.
         KeyboardInterrupt: with the command that goes on.
     """
     run, settings = prepare_run(words)
     if run.is_finished:
+        _require_result(run)
         return run
     try:
         if settings.hardware.num_processes == 1:
@@ -126,7 +129,9 @@ def compose_run(words: Sequence[str]) -> tuple[RunSettings, Composed]:
     """Compose and check the settings of a training run.
 
     Raises:
-        ConfigError: the words do not compose, or name a trained drafter to start from.
+        ConfigError: the words do not compose, give a trained drafter as the kind, or ask for other
+            settings than those of the drafter to start from.
+        CheckpointError: the drafter to start from is damaged.
     """
     composed = compose("train", words)
     name = composed.data.get("drafter")
@@ -135,7 +140,8 @@ def compose_run(words: Sequence[str]) -> tuple[RunSettings, Composed]:
             f"drafter={name} names a trained drafter, and training starts from a kind; to train "
             f"it further pass init={name}"
         )
-    return settings_of(RunSettings, composed), composed
+    settings = take_over_drafter(settings_of(RunSettings, composed), composed, words)
+    return settings, composed
 
 
 def require_inputs(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
@@ -150,12 +156,9 @@ def require_inputs(settings: RunSettings, *, asks_hub: bool = False) -> Estimate
 
     Raises:
         DataError: a missing data file, or lines that cannot be read.
-        ConfigError: no such drafter to start from, adapters on nothing, no such target, kernels
-            that a cut target does not have, or a disk too small.
+        ConfigError: adapters on nothing, no such target, kernels that a cut target does not have,
+            or a disk too small.
     """
-    init = settings.init
-    if init is not None and (Path(init).exists() or init.count("/") != 1):
-        find_drafter_folder(init)  # OWNER/NAME would be downloaded here: the worker finds that out
     require_base(settings)
     if settings.hardware.cuts_target:
         from draftlab.targets.load import refuse_fast_shards
@@ -184,6 +187,21 @@ def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:
         )
     run = open_run(name)
     return run, read_run_settings(run)
+
+
+def _require_result(run: RunDir) -> None:
+    """Refuse to call a finished run done when its drafter is gone or damaged."""
+    try:
+        folder = run.pointed("best") or run.pointed("latest")
+        if folder is None:
+            raise CheckpointError(f"{run.checkpoints_path} has no checkpoint any more")
+        check_whole(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"run {run.path} is finished, so there is nothing to go on with, and its drafter "
+            f"cannot be used: {error}; to train anew, give the command in {run.provenance_path} "
+            "again, with resume=never"
+        ) from None
 
 
 def _resume_command(run: RunDir) -> str:

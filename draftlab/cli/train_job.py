@@ -8,6 +8,7 @@ import torch
 
 from draftlab.cli.adapting import make_adapted
 from draftlab.cli.collect import Collected, collect_samples, count_tokens
+from draftlab.cli.continuing import record_downloaded, require_kind
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.hardware import place_drafters
 from draftlab.cli.probe import AcceptanceProbe
@@ -18,7 +19,6 @@ from draftlab.data.learning import mark_learned
 from draftlab.data.packing import cut_samples, pack
 from draftlab.drafters.base import Drafter, DraftVocabSettings, num_trainable
 from draftlab.drafters.store import build_drafter, load_drafter
-from draftlab.errors import ConfigError
 from draftlab.runs.metrics_log import MetricsLog, read_metrics
 from draftlab.runs.run_dir import RunDir
 from draftlab.runs.trackers import open_tracker
@@ -97,11 +97,10 @@ def make_drafter(
         # its own settings and draft vocabulary stay: another vocabulary would give every output
         # row another meaning (case O-19)
         drafter = load_drafter(find_drafter_folder(settings.init), target.drafter_view)
-    if drafter.kind != settings.drafter.kind:
-        raise ConfigError(
-            f"init={settings.init} is a drafter of kind {drafter.kind}, but drafter="
-            f"{settings.drafter.kind}; pass drafter={drafter.kind}"
-        )
+    if settings.init is not None:
+        require_kind(settings.init, drafter.settings, settings.drafter)
+        if _is_first_rank():
+            record_downloaded(run, settings, drafter.settings)
     return drafter
 
 

@@ -200,6 +200,15 @@ def read_card(folder: Path) -> DrafterCard:
     return card
 
 
+def check_whole(folder: Path) -> None:
+    """Read a drafter's files without building it.
+
+    Raises:
+        CheckpointError: no drafter here, or tensors that are not those of its card.
+    """
+    _require_whole(folder, read_card(folder))
+
+
 def load_drafter(folder: Path, view: TargetView) -> Drafter:
     """Load a drafter for a target bit for bit as saved, with the draft vocabulary it was born with.
 
@@ -321,6 +330,11 @@ def _read_tensors(folder: Path, card: DrafterCard, view: TargetView) -> dict[str
     """Read the tensors of a folder, if they are those of its card and the target's is this one."""
     for warning in check_same_target(card.target, view.spec, what=f"drafter {folder}"):
         log.warning(warning)
+    _require_whole(folder, card)
+    return load_file(folder / card.tensors_name)
+
+
+def _require_whole(folder: Path, card: DrafterCard) -> None:
     path = folder / card.tensors_name
     found = compute_file_sha256(path)
     if found != card.sha256:
@@ -328,7 +342,6 @@ def _read_tensors(folder: Path, card: DrafterCard, view: TargetView) -> dict[str
             f"{path} has sha256 {found[:12]}, but {CARD} expects {card.sha256[:12]}: the folder is "
             "half-written or damaged; use another checkpoint"
         )
-    return load_file(path)
 
 
 def _construct(settings: DrafterSettings, view: TargetView, vocab: DraftVocab | None) -> Drafter:

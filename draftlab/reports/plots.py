@@ -18,6 +18,7 @@ _STAGES = (
     ("commit", "#8aa4b8"),
     ("other", "#d5dbe1"),
 )
+_LEAST_TAU_TOP = 1.2  # of the axis
 _INK = "#2b3540"
 _GRID = "#e3e8ed"
 _STYLE: dict[Any, Any] = {
@@ -168,9 +169,16 @@ def plot_training(metrics: Sequence[Mapping[str, Any]]) -> str:
                 *zip(*tau, strict=True), color=COLOURS[1], marker="o", markersize=4, label="tau"
             )
             other.set_ylabel("tau on validation prompts")
+            # from no drafter upwards: else the last digit of two equal probes is a steep rise
+            other.set_ylim(1.0, max(_LEAST_TAU_TOP, 1.05 * max(value for _, value in tau)))
             lines = [*axes.get_lines(), *other.get_lines()]
             axes.legend(
-                lines, [str(line.get_label()) for line in lines], loc="upper center", ncols=2
+                lines,
+                [str(line.get_label()) for line in lines],
+                loc="lower right",
+                bbox_to_anchor=(1.0, 1.0),
+                ncols=2,
+                borderaxespad=0.2,
             )
 
     return _svg("training", draw) if loss else ""

@@ -26,7 +26,13 @@ def trained(monkeypatch):
 
 
 def words(outputs, *more):
-    return ["drafter=ngram", f"paths.outputs={outputs}", *more]
+    return ["drafter=medusa", f"paths.outputs={outputs}", *more]
+
+
+def test_a_drafter_without_weights_is_refused_before_there_is_a_folder(outputs):
+    with pytest.raises(ConfigError, match=r"drafter=ngram has no weights.*draftlab eval"):
+        prepare_run(words(outputs, "drafter=ngram"))
+    assert not outputs.exists()
 
 
 def test_a_run_has_its_settings_and_its_origin_before_it_starts(outputs):
