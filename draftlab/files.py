@@ -3,10 +3,12 @@
 The only way anything of draftlab reaches a disk where a crash could leave half of it.
 """
 
+import contextlib
 import hashlib
 import os
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -16,16 +18,50 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     Args:
         path: final name; its folder is made if need be.
         write: fills the temporary file it is given, which lies in the same folder.
+
+    Raises:
+        OSError: what the disk refused, under the file's own name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        write(temporary)
-        force_to_disk(temporary)
-        os.replace(temporary, path)
-        force_to_disk(path.parent)
+        with naming_refusals(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            force_to_disk(temporary)
+            os.replace(temporary, path)
+            force_to_disk(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong first is what counts
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming_refusals(path: Path) -> Iterator[None]:
+    """Let what a disk refuses inside name a file or folder of ours, whichever library wrote it.
+
+    A full disk refuses bytes, not names: its error names nothing.
+
+    Raises:
+        OSError: of the same number, and its subclass.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = find_disk_error(error)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def find_disk_error(error: BaseException) -> int | None:
+    """Find the errno of an operating system's refusal; None for errors of another kind.
+
+    Libraries written in Rust, such as safetensors, give it in their text only.
+    """
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -1,8 +1,8 @@
 """Answers on a screen while they are written: whole characters, accepted draft tokens in colour.
 
 In: tokens as the decoder gives them, of several prompts at once perhaps. Out: the answers one after
-the other, in order. In a terminal a line below them tells how it goes; elsewhere there is text
-alone.
+the other, in order. In a terminal each stands below its question, and a line below them tells how
+it goes; elsewhere there are answers alone.
 """
 
 import sys
@@ -30,6 +30,10 @@ _REFRESHES_PER_SECOND = 8
 class Screen(Protocol):
     """Where text goes."""
 
+    def head(self, title: str, *, is_first: bool) -> None:
+        """Begin the answer to one of several questions."""
+        ...
+
     def write(self, text: str, style: str) -> None:
         """Put text behind what is there."""
         ...
@@ -44,7 +48,12 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """A pipe, a file, a terminal that can do nothing: text alone."""
+    """A pipe, a file, a terminal that can do nothing: answers alone."""
+
+    def head(self, title: str, *, is_first: bool) -> None:
+        """Print a blank line between two answers, and no question."""
+        if not is_first:
+            print()
 
     def write(self, text: str, style: str) -> None:
         """Print text as it is."""
@@ -72,6 +81,10 @@ class LiveScreen:
             transient=True,
         )
         self._live.start()
+
+    def head(self, title: str, *, is_first: bool) -> None:
+        """Show the question, on one line."""
+        self.write(make_heading(title, is_first=is_first), "bold")
 
     def write(self, text: str, style: str) -> None:
         """Append text; lines that are full are printed for good."""
@@ -183,7 +196,7 @@ class AnswerStream:
 
         Args:
             stops: makes text of tokens, and knows where answers end.
-            titles: what each prompt asks; shown when there are several.
+            titles: what each prompt asks; a terminal shows them when there are several.
             screen: where text goes.
             pace: what the status tells.
         """
@@ -238,7 +251,7 @@ class AnswerStream:
         if self._current == len(self._titles):
             return
         if len(self._titles) > 1:
-            self._screen.write(_heading(self._titles[self._current], self._current), "bold")
+            self._screen.head(self._titles[self._current], is_first=self._current == 0)
         self._show(len(self._stops.settled(self._answers[self._current].text)))
 
     def _show(self, until: int) -> None:
@@ -246,8 +259,9 @@ class AnswerStream:
             self._screen.write(piece, ACCEPTED if is_accepted else "")
 
 
-def _heading(title: str, index: int) -> str:
+def make_heading(title: str, *, is_first: bool) -> str:
+    """Make the line above an answer, with a blank one before it where another answer ends."""
     line = " ".join(title.split())
     if len(line) > _TITLE_WIDTH:
         line = f"{line[: _TITLE_WIDTH - 3]}..."
-    return f"{'' if index == 0 else chr(10)}> {line}\n"
+    return f"{'' if is_first else chr(10)}> {line}\n"

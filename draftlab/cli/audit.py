@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words
-from draftlab.runs.run_dir import create_run, write_json
+from draftlab.runs.run_dir import write_json
 
 HELP = """usage: draftlab audit drafter=DRAFTER [target=...] [audit.minutes=5] [key=value ...]
 
@@ -22,7 +24,8 @@ sampled  Many short answers with drafts and without, compared as draws of one la
          printed. With rule=sampled_verify also: the same seed gives the same tokens.
 
 Ends with exit code 3 when something speaks against losslessness. LOSSY rules always do. Writes
-audit.json into the run that the drafter belongs to, else into a run of its own.
+audit.json (audit-2.json, ...: nothing is overwritten) into the run that the drafter belongs to,
+else, or with another target than the run's, into a run of its own.
 
   drafter=DRAFTER              ngram, a run, a drafter folder or a hub id
   target=... hardware=...      a run's own when left out; target.dtype=float32 for another dtype
@@ -44,22 +47,25 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Audit, write audit.json, and say the verdict."""
     _, words = split_words(args, most=0)
-    from draftlab.cli.drafters import compose_for_drafters, find_owning_run, open_drafter
+    from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters
-    from draftlab.cli.measure import load_eval_prompts, require_eval_prompts
+    from draftlab.cli.keeping import find_home, own_run
+    from draftlab.cli.measure import load_eval_prompts, require_decoding, require_eval_prompts
     from draftlab.cli.progress import StageTicker
     from draftlab.cli.schema import AuditCommandSettings, settings_of
     from draftlab.errors import LosslessViolation
     from draftlab.evaluation.audit import audit_drafter
     from draftlab.evaluation.audit_results import report_to_json
     from draftlab.reports.audit import audit_headline, audit_lines
-    from draftlab.runs.provenance import collect_provenance
     from draftlab.targets.load import load_target, resolve
 
     settings = settings_of(AuditCommandSettings, compose_for_drafters("audit", words))
+    require_decoding(settings.decode)
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
     apply_hardware(settings.hardware, places_drafters=True)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
+    home = find_home([settings.drafter], settings, words)
+    require_writable(home.path if home else settings.paths.outputs)
     target = load_target(settings.target)
     place_drafters(target, settings.hardware)
     drafter = open_drafter(settings.drafter, target)
@@ -71,15 +77,11 @@ def run(args: Sequence[str]) -> int:
         )
     finally:
         ticker.close()
-    owner = find_owning_run(settings.drafter) if isinstance(settings.drafter, str) else None
-    if owner is None:
-        owner = create_run(settings.paths.outputs, "audit")
-        owner.write_config(settings.model_dump(mode="json"))
-        write_json(owner.provenance_path, collect_provenance(seed=settings.seed))
-    # one file an audit: the verdict on one rule does not replace another's
-    names = itertools.chain(["audit.json"], (f"audit-{i}.json" for i in itertools.count(2)))
-    path = next(p for name in names if not (p := owner.path / name).exists())
-    write_json(path, report_to_json(report))
+    with nullcontext(home) if home else own_run(settings, "audit") as owner:
+        # one file an audit: the verdict on one rule does not replace another's
+        names = itertools.chain(["audit.json"], (f"audit-{i}.json" for i in itertools.count(2)))
+        path = next(p for name in names if not (p := owner.path / name).exists())
+        write_json(path, report_to_json(report))
     headline = audit_headline(report)
     print("\n".join([*audit_lines(report), headline, f"written to {path}"]))
     if not report.passes:

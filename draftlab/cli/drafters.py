@@ -1,5 +1,6 @@
 """One way to name a drafter everywhere: a kind, a run, a folder, or a hub id."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def find_drafter_folder(name: str) -> Path:
             )
         if found is None:
             raise CheckpointError(
-                f"run {path} has no checkpoint yet; go on with draftlab train resume={path}"
+                f"run {path} has no checkpoint yet; go on with draftlab train "
+                + shlex.quote(f"resume={path}")
             )
         return found
     if path.exists():

@@ -7,11 +7,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftlab.cli.disk import describe_bytes, free_bytes
+from draftlab.cli.disk import describe_bytes, free_bytes, require_writable
 from draftlab.cli.drafter_size import DrafterSize, find_drafter_size, with_adapters
 from draftlab.cli.feature_size import bytes_of_token
 from draftlab.cli.schema import RunSettings
-from draftlab.data.loader import read_split
+from draftlab.data.conversations import BadLine
+from draftlab.data.loader import read_training_chats
 from draftlab.errors import ConfigError
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.outline import Outline, find_outline
@@ -45,12 +46,14 @@ class Workload:
         num_answers: answers learned.
         sample_tokens: a usual prompt and an answer of full length, tokens.
         is_answered_here: the target answers the prompts first.
+        bad_lines: lines of the data that are skipped on request.
     """
 
     num_prompts: int
     num_answers: int
     sample_tokens: int
     is_answered_here: bool
+    bad_lines: tuple[BadLine, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +101,7 @@ def estimate_run(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
         asks_hub: fetch the config.json of hub models where the hub answers.
 
     Raises:
-        DataError: a missing file, or lines that cannot be read.
+        DataError: a missing file, lines that cannot be read, or nothing to learn.
         ConfigError: a target that is not there.
         UnsupportedTarget: a target that could not be loaded.
     """
@@ -130,11 +133,12 @@ def estimate_run(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
 
 
 def require_disk(estimate: Estimate, outputs: Path) -> None:
-    """Refuse a run that the disk cannot hold.
+    """Refuse a run that the disk cannot hold, or a folder that cannot be written.
 
     Raises:
         ConfigError: with the bytes needed, the bytes free, and what to change.
     """
+    require_writable(outputs)
     free = free_bytes(outputs)
     if estimate.disk_bytes is not None and estimate.disk_bytes > free:
         raise ConfigError(
@@ -204,13 +208,15 @@ def _find_workload(settings: RunSettings) -> Workload | None:
     if data.kind == "hub":
         if data.max_samples is None:
             return None
-        count = round(data.max_samples * (1 - data.validation_fraction))
+        count, bad = round(data.max_samples * (1 - data.validation_fraction)), ()
     else:
-        count = len(read_split(data, "train", settings.paths.cache).conversations)
+        reading = read_training_chats(data, settings.paths.cache)
+        count, bad = len(reading.conversations), tuple(reading.bad_lines)
     if data.answers == "given":
-        return Workload(count, count, data.max_tokens, is_answered_here=False)
+        return Workload(count, count, data.max_tokens, is_answered_here=False, bad_lines=bad)
+    answers = count * answering.answers_per_prompt
     tokens = min(_PROMPT_TOKENS + answering.max_new_tokens, data.max_tokens)
-    return Workload(count, count * answering.answers_per_prompt, tokens, is_answered_here=True)
+    return Workload(count, answers, tokens, is_answered_here=True, bad_lines=bad)
 
 
 def _sizes_of_folder(folder: Path) -> TargetSizes | None:

@@ -2,9 +2,12 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words
+from draftlab.errors import LosslessViolation
 
 if TYPE_CHECKING:
     from draftlab.drafters.base import Drafter
@@ -13,14 +16,19 @@ HELP = """usage: draftlab eval drafter=DRAFTER [target=...] [eval=domains] [key=
 
 Decodes evaluation prompts with every drafter and without one, in the same engine: acceptance in
 batches on all prompts, speed at batch 1 with the arms interleaved, and an audit of the timed
-answers. Writes summary.json, generations.jsonl, steps.jsonl, report.html and report.md. Ends with
-exit code 3 when the audit finds a defect.
+answers. Ends with exit code 3 when the audit finds a defect.
+
+Writes eval/SUITE with summary.json, generations.jsonl, steps.jsonl, report.html and report.md into
+the run of the first drafter that belongs to one, else into a run of its own; also into one of its
+own with another target than the run's. Nothing is overwritten: where SUITE is there, it is SUITE-2.
+The run's report is that of its fullest evaluation; draftlab report RUN suite=NAME shows another.
 
   drafter=DRAFTER              ngram, a run, a drafter folder or a hub id
   drafters=[ngram,RUN]         several, compared in one report
   target=... hardware=...      a run's own when left out
   eval=domains|brief|smoke     eval.prompts=my.jsonl, eval.draft_lengths=[2,4]
   decode=greedy|sampled        decode.num_draft_tokens=4 fixes K instead of choosing it
+  paths.outputs=FOLDER         a run of its own there, when the drafter's run lies elsewhere
 
 examples:
   draftlab eval drafter=ngram target=demo eval=smoke
@@ -31,44 +39,45 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Measure, write the report, and say the verdict."""
     _, words = split_words(args, most=0)
-    from draftlab.cli.drafters import compose_for_drafters, find_owning_run, open_drafter
+    from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters
-    from draftlab.cli.measure import measure_drafters, require_eval_prompts
+    from draftlab.cli.keeping import find_home, free_suite, own_run
+    from draftlab.cli.measure import measure_drafters, require_decoding, require_eval_prompts
     from draftlab.cli.reporting import write_report
     from draftlab.cli.schema import EvalCommandSettings, settings_of
-    from draftlab.errors import LosslessViolation
     from draftlab.reports.words import verdict
-    from draftlab.runs.provenance import collect_provenance
-    from draftlab.runs.run_dir import create_run, write_json
     from draftlab.targets.load import load_target, resolve
 
     settings = settings_of(EvalCommandSettings, compose_for_drafters("eval", words))
+    require_decoding(settings.decode)
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
     apply_hardware(settings.hardware, places_drafters=True)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     names = list(settings.drafters) if settings.drafters else [settings.drafter]
-    target = load_target(settings.target)
-    place_drafters(target, settings.hardware)
-    drafters: dict[str, Drafter] = {}
-    for name in names:
-        drafter = open_drafter(name, target)
-        drafters[_free_label(drafter, name, drafters)] = drafter
-    runs = [run for name in names if isinstance(name, str) and (run := find_owning_run(name))]
-    if runs:
-        owner = runs[0]  # its drafter is measured: the report belongs there
-    else:
-        owner = create_run(settings.paths.outputs, "eval")
-        owner.write_config(settings.model_dump(mode="json"))
-        write_json(owner.provenance_path, collect_provenance(seed=settings.seed))
-    result = measure_drafters(
-        target,
-        drafters,
-        settings.eval,
-        settings.decode,
-        folder=owner.eval_path(settings.eval.suite),
-        cache=settings.paths.cache / "data",
-    )
-    page, text = write_report(owner, result)
+    home = find_home(names, settings, words)
+    require_writable(home.path if home else settings.paths.outputs)
+    # two evaluations of one run at once would disturb each other's clocks
+    with home.hold() if home else nullcontext():
+        target = load_target(settings.target)
+        place_drafters(target, settings.hardware)
+        drafters: dict[str, Drafter] = {}
+        for name in names:
+            drafter = open_drafter(name, target)
+            drafters[_free_label(drafter, name, drafters)] = drafter
+        with nullcontext(home) if home else own_run(settings, "eval") as owner:
+            suite = free_suite(owner, settings.eval.suite)
+            if suite != settings.eval.suite:
+                there = owner.eval_path(settings.eval.suite)
+                print(f"{there} stays as it is: this evaluation is {suite}")
+            result = measure_drafters(
+                target,
+                drafters,
+                settings.eval.model_copy(update={"suite": suite}),
+                settings.decode,
+                folder=owner.eval_path(suite),
+                cache=settings.paths.cache / "data",
+            )
+            page, text = write_report(owner, result)
     told = verdict(result)
     print(told.headline)
     print(f"report {page}\n       {text}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words
 from draftlab.errors import ConfigError
 from draftlab.runs.run_dir import RunDir
@@ -17,8 +18,8 @@ checks it, and prints the command that serves it. Nothing appears in FOLDER unle
 right.
 
   drafter=      a run (its best checkpoint) or a drafter's folder
-  export=       vllm: eagle, eagle3, peagle, medusa and dflash heads; hf: draft models, for
-                transformers and vLLM
+  export=       vllm: eagle, eagle3, peagle, medusa, mtp, dflash and dspark heads; hf: draft
+                models, for transformers and vLLM
   out=          where; RUN/export/FORMAT when left out
   target=       the run's own when left out
   export.num_draft_tokens=K  export.target_name_or_path=NAME  export.license=ID
@@ -68,6 +69,7 @@ def _export(words: Sequence[str], out: str | None) -> Any:
     format_class(settings.export.format)
     folder = _folder(out, run, settings.export.format, name)
     refuse_taken(folder, settings.export)
+    require_writable(folder.expanduser().absolute().parent, "pass out=FOLDER for another")
     history = read_card(source).extra
     length = history.get("train", {}).get("row_tokens")
     apply_hardware(settings.hardware, places_drafters=True)

@@ -13,8 +13,9 @@ HELP = """usage: draftlab generate prompt=TEXT [drafter=DRAFTER] [target=TARGET]
 
 Answers as the target alone would, only faster: the same text at temperature 0, the same law above
 it. Text streams as it comes. In a terminal, tokens that the drafter proposed and the target
-accepted are green, and a line below the text tells tau and tokens/s so far. Elsewhere stdout gets
-the answers alone (NO_COLOR is respected); the summary goes to stderr.
+accepted are green, a line below the text tells tau and tokens/s so far, and of several prompts each
+stands above its answer (NO_COLOR is respected). Elsewhere stdout gets the answers alone, in order,
+a blank line between two (one answer may hold blank lines itself). The summary goes to stderr.
 
 what is asked:
   prompt=TEXT        one question; prompt=- takes the whole of stdin
@@ -51,6 +52,8 @@ examples:
   draftlab generate target=demo prompts=questions.txt decode.batch_size=8 > answers.txt
 """
 
+_MOST_NAMED = 8
+
 
 def run(args: Sequence[str]) -> int:
     """Answer one prompt or many."""
@@ -77,9 +80,12 @@ def run(args: Sequence[str]) -> int:
         try:
             return encode_turns(target, list(question.messages), question.tools)
         except RowProblem as problem:
-            raise DataError(f"cannot ask {question.title!r}: {problem}") from None
+            said = f"{question.place}: cannot ask {question.title!r}: {problem}"
+            raise DataError(said) from None
 
     prompts = [encode(question) for question in questions]
+    places = [question.place for question in questions]
+    require_room(places, list(map(len, prompts)), target.spec.max_positions)
     silent = frozenset(target.spec.eos_ids)
     stops = StopStrings(target.tokenizer, settings.decode.stop, silent)
     began = time.perf_counter()
@@ -88,6 +94,30 @@ def run(args: Sequence[str]) -> int:
     spent = time.perf_counter() - began
     print(f"\n{summarise(answers, spent, depth=decoder.num_draft_tokens)}", file=sys.stderr)
     return 0
+
+
+def require_room(places: Sequence[str], lengths: Sequence[int], most: int) -> None:
+    """Refuse prompts that leave no room for an answer, before any is answered.
+
+    Args:
+        places: where each stands, for people.
+        lengths: tokens of each.
+        most: tokens that the target takes, the answer included.
+
+    Raises:
+        DataError: naming each that is too long.
+    """
+    long = [
+        f"{place} has {length} tokens"
+        for place, length in zip(places, lengths, strict=True)
+        if length >= most
+    ]
+    if long:
+        more = f" and {len(long) - _MOST_NAMED} more" if len(long) > _MOST_NAMED else ""
+        raise DataError(
+            f"{', '.join(long[:_MOST_NAMED])}{more}, chat template included, and the target takes "
+            f"{most} with the answer; shorten or leave out what is too long"
+        )
 
 
 def summarise(answers: Sequence[Generation], spent: float, *, depth: int) -> str:

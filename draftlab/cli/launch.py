@@ -16,6 +16,7 @@ from pathlib import Path
 
 from draftlab.cli.adapting import require_base
 from draftlab.cli.continuing import take_over_drafter
+from draftlab.cli.drafters import find_drafter_folder, may_be_hub_id
 from draftlab.cli.estimate import Estimate, estimate_run, require_disk, require_training
 from draftlab.cli.hardware import (
     apply_hardware,
@@ -23,12 +24,14 @@ from draftlab.cli.hardware import (
     launcher_command,
     launcher_environment,
 )
+from draftlab.cli.measure import require_decoding
 from draftlab.cli.schema import RunSettings, settings_of
 from draftlab.cli.worker import LAUNCHED, read_run_settings, work
 from draftlab.drafters.store import check_whole
 from draftlab.errors import CheckpointError, ConfigError, DraftlabError
 from draftlab.runs.provenance import collect_provenance
 from draftlab.runs.run_dir import RunDir, create_run, list_runs, open_run, write_json
+from draftlab.runs.trackers import require_tracker
 from draftlab.settings.compose import Composed, compose
 
 RUN_ID = "DRAFTLAB_RUN_ID"
@@ -155,11 +158,18 @@ def require_inputs(settings: RunSettings, *, asks_hub: bool = False) -> Estimate
         What the run will take.
 
     Raises:
-        DataError: a missing data file, or lines that cannot be read.
-        ConfigError: adapters on nothing, no such target, kernels that a cut target does not have,
-            or a disk too small.
+        DataError: a missing data file, lines that cannot be read, or nothing to learn.
+        ConfigError: adapters on nothing, no such target, a law that is none, a tracker that is not
+            installed, kernels that a cut target does not have, a folder that cannot be written, or
+            a disk too small.
+        CheckpointError: the drafter to start from is damaged.
     """
+    require_decoding(settings.decode)
+    settings.regenerate.sampling  # noqa: B018 - refuses what is no law
+    require_tracker(settings.tracker)
     require_base(settings)
+    if settings.init is not None and not may_be_hub_id(settings.init):
+        check_whole(find_drafter_folder(settings.init))
     if settings.hardware.cuts_target:
         from draftlab.targets.load import refuse_fast_shards
 

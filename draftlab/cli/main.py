@@ -8,10 +8,12 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 import shlex
 import sys
 import traceback
 
+from draftlab.cli.disk import explain_refusal
 from draftlab.errors import ConfigError, DraftlabError
 
 # command -> what it does; the file is draftlab/cli/<command>.py with HELP and run(args)
@@ -25,13 +27,16 @@ COMMANDS = {
     "audit": "check on your target that a drafter leaves its answers as they are",
     "skips": "search the layers a target skips to draft for itself (resumable)",
     "generate": "answer a prompt with a drafter, accepted draft tokens in colour",
-    "bench": "time decoding, families of drafters, training steps and the loss",
+    "bench": "time decoding, drafter families, training steps, the loss, stored features, a GPU",
     "export": "write a drafter in a serving engine's format",
     "report": "write a run's report again",
     "compare": "set runs side by side",
     "runs": "list the runs",
     "doctor": "say what this machine has and what is missing",
 }
+
+# the same words go on where these stopped; others begin anew
+_RESUMABLE = ("train", "regenerate", "demo", "bench families")
 
 HELP = """draftlab: train, prove, time and export drafters for lossless speculative decoding
 
@@ -44,6 +49,7 @@ Every choice is key=value: a group's option (target=tiny), one of its keys (opti
 recipe (recipe=FAMILY/NAME). Paths and text are typed as they are, quoted for the shell only.
 
   draftlab COMMAND --help     keys and examples of a command
+  draftlab --version          this version's number
   draftlab train              the smallest whole run: under a minute on a laptop
   draftlab recipes            ready-made choices
 """
@@ -69,22 +75,32 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("draftlab").setLevel(logging.INFO)
     try:
-        return _run(command, words[1:])
+        code = _run(command, words[1:])
+        sys.stdout.flush()  # here, where a refusal still has words
+        return code
     except DraftlabError as error:
         print(f"draftlab {command}: {error}", file=sys.stderr)
         if isinstance(error, ConfigError) and command in COMMANDS:
             print(f"keys and examples: draftlab {command} --help", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
-        # a command that knows better says how to go on; the same words always do
+        # a command that knows better says how to go on
+        goes_on = str(stop) or " ".join(words).startswith(_RESUMABLE)
         again = str(stop) or shlex.join(["draftlab", *words])
-        print(f"\ninterrupted; to go on: {again}", file=sys.stderr)
+        what = "go on" if goes_on else "start again"
+        print(f"\ninterrupted; to {what}: {again}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader (head, less) left: point stdout elsewhere so that closing it says nothing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()  # the reader (head, less) left
         return 1
-    except Exception:
+    except Exception as error:
+        said = explain_refusal(error)
+        if said is not None:
+            if getattr(error, "filename", None) is None and _stdout_is_refused():
+                said = said.replace("cannot use a file", "cannot write to standard output")
+                _close_stdout()
+            print(f"draftlab {command}: {said}", file=sys.stderr)
+            return 1
         traceback.print_exc()
         print(
             f"draftlab {command}: failed on an error it did not foresee (above); "
@@ -113,9 +129,30 @@ def _run(command: str, args: list[str]) -> int:
             raise
         raise ConfigError(f"`draftlab {command}` is not part of this version") from None
     if any(word in ("--help", "-h") for word in args):
-        print(f"draftlab {command}: {COMMANDS[command]}\n\n{module.HELP.strip()}\n")
+        text = _part_of(module.HELP, command, args)
+        print(f"draftlab {command}: {COMMANDS[command]}\n\n{text}\n")
         return 0
     return module.run(args)
+
+
+def _part_of(text: str, command: str, args: list[str]) -> str:
+    """Give the usage that is about the thing named, such as `bench loss`; else all of the text."""
+    parts = re.split(r"\n\n(?=usage: )", text.strip())
+    begins = f"usage: draftlab {command} {args[0]}"
+    return next((part for part in parts if f"{part} ".startswith(f"{begins} ")), text.strip())
+
+
+def _stdout_is_refused() -> bool:
+    try:
+        print(flush=True)  # what was refused may be forgotten by now, so a line is tried
+    except OSError:
+        return True
+    return False
+
+
+def _close_stdout() -> None:
+    """Point stdout elsewhere, so that closing it says nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

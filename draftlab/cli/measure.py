@@ -7,6 +7,7 @@ from draftlab.cli.progress import StageTicker
 from draftlab.data.conversations import read_files
 from draftlab.data.prompts import load_prompts
 from draftlab.decoding.settings import DecodeSettings
+from draftlab.decoding.verify import choose_rule
 from draftlab.drafters.base import Drafter
 from draftlab.errors import DataError
 from draftlab.evaluation.results import EvalResult
@@ -25,6 +26,27 @@ def require_eval_prompts(settings: EvalSettings, cache: Path) -> None:
     """
     if settings.prompts != "builtin":
         read_files([settings.prompts], cache_dir=cache)
+
+
+def require_decoding(decode: DecodeSettings) -> None:
+    """Refuse a law that there is none of, and a rule that no drafter could be judged by under it.
+
+    What depends on the drafter and on the target is refused once they are loaded.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    choose_rule(
+        decode.rule,
+        greedy=decode.sampling.is_greedy,
+        # the drafts that the rule is for: others are refused when the drafter is known
+        tree=decode.rule == "without_replacement",
+        draws=True,
+        lossy=decode.lossy,
+        epsilon=decode.lossy_epsilon,
+        delta=decode.lossy_delta,
+        threshold=decode.lossy_threshold,
+    )
 
 
 def load_eval_prompts(

@@ -53,9 +53,9 @@ class AcceptanceProbe:
         self._prompts = turns[:_NUM_PROMPTS]
 
     @property
-    def has_prompts(self) -> bool:
-        """False when nothing was held out: then nothing can be probed."""
-        return bool(self._prompts)
+    def num_prompts(self) -> int:
+        """How many prompts are decoded; 0 when nothing was held out: then nothing can be probed."""
+        return len(self._prompts)
 
     def __call__(self, step: int, drafter: Drafter) -> dict[str, float]:
         """Measure pooled acceptance length and model the tokens a second that it promises."""

@@ -1,6 +1,7 @@
 """The table at the end of a training: where loss, acceptance and speed disagree.
 
-In: the run's numbers. Out: one line a probe; a star at each column's best.
+In: the run's numbers. Out: one line a probe, a star at each column's best; and warnings where the
+numbers are not to be trusted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -72,18 +73,52 @@ def describe_probes(lines: list[ProbeLine], best_by: str) -> str:
         [
             "probes (* best of its column; tokens/s modelled at batch 1):",
             *table,
-            f"best {said}: {verdict}; `best` follows {_WORDS[best_by]}",
+            f"best {said}: {verdict}; `best` follows {_WORDS[best_by]}, of equals the last",
         ]
     )
 
 
+def warn_of_few_prompts(num_prompts: int, best_by: str) -> str | None:
+    """Say that a choice by so few prompts is left to chance; None where they are enough or none."""
+    if num_prompts == 0 or num_prompts >= _FEW_PROMPTS:
+        return None
+    rests = "prompt alone" if num_prompts == 1 else "prompts alone"
+    return (
+        f"`best` will rest on {num_prompts} held-out {rests}, so {_WORDS[best_by]} may pick a "
+        f"checkpoint by chance; hold out {_FEW_PROMPTS} or more (data.validation_fraction, or more "
+        "chats)"
+    )
+
+
+def warn_of_rising_loss(numbers: Iterable[Mapping[str, Any]]) -> str | None:
+    """Say that training made the drafter worse; None where the loss did not end far above.
+
+    Args:
+        numbers: the run's metrics.
+    """
+    losses = [(row["step"], row["train/loss"]) for row in numbers if "train/loss" in row]
+    if not losses:
+        return None
+    (_, first), (step, last) = losses[0], losses[-1]
+    if last <= _RISEN_TIMES * first or last - first <= _RISEN_BY:
+        return None
+    return (
+        f"the training loss rose from {first:.4g} to {last:.4g} at step {step}: this drafter is "
+        "worse than it began; lower optim.lr, or set optim.clip_norm"
+    )
+
+
+_FEW_PROMPTS = 8
+# far above what chance does to a mean over some steps
+_RISEN_TIMES = 2.0
+_RISEN_BY = 1.0
 _WORDS = {"loss": "loss", "tau": "tau", "tokens_per_s": "tokens/s"}
 
 
 def _place_of_largest(column: list[float | None]) -> int | None:
     places = [place for place, value in enumerate(column) if value is not None]
-    # the first of equals: later steps cost more and bring no more
-    return max(places, key=lambda place: (column[place], -place), default=None)
+    # the last of equals, as the trainer chooses: it has learned more
+    return max(places, key=lambda place: (column[place], place), default=None)
 
 
 def _cell(value: float | None, form: str, *, is_best: bool) -> str:

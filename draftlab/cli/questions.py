@@ -17,11 +17,13 @@ class Question:
 
     Attributes:
         title: the last thing said, for people.
+        place: where it stands, such as "questions.txt:7".
         messages: turns, the last one a user's or a tool's.
         tools: tool descriptions, or None.
     """
 
     title: str
+    place: str
     messages: tuple[Any, ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
@@ -47,18 +49,23 @@ def read_questions(prompt: str | None, prompts: str | None, cache_dir: Path) -> 
         text = sys.stdin.read().strip() if prompt == _STDIN else prompt
         if not text:
             raise ConfigError('nothing to answer: the prompt is empty; pass prompt="..."')
-        return [_ask(text)]
+        return [_ask(text, "prompt")]
     if Path(prompts).suffix in _CHATS:
         found = _read_chats(Path(prompts).expanduser(), cache_dir)
     else:
-        found = [_ask(line.strip()) for line in _read_lines(prompts) if line.strip()]
+        file = "stdin" if prompts == _STDIN else Path(prompts).name
+        found = [
+            _ask(line.strip(), f"{file}:{number}")
+            for number, line in enumerate(_read_lines(prompts), start=1)
+            if line.strip()
+        ]
     if not found:
         raise ConfigError(f"prompts={prompts} asks nothing: expected a prompt a line")
     return found
 
 
-def _ask(text: str) -> Question:
-    return Question(text, ({"role": "user", "content": text},))
+def _ask(text: str, place: str) -> Question:
+    return Question(text, place, ({"role": "user", "content": text},))
 
 
 def _read_lines(prompts: str) -> list[str]:
@@ -68,7 +75,8 @@ def _read_lines(prompts: str) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read prompts={path}: {error}") from None
+        unpack = "; it is compressed by gzip: unpack it first" if path.suffix == ".gz" else ""
+        raise ConfigError(f"cannot read prompts={path}: {error}{unpack}") from None
 
 
 def _read_chats(path: Path, cache_dir: Path) -> list[Question]:
@@ -78,7 +86,7 @@ def _read_chats(path: Path, cache_dir: Path) -> list[Question]:
         raise ConfigError(f"prompts={path} does not exist; expected a file of chats")
     chats = map(to_prompt, read_files([path], cache_dir=cache_dir).conversations)
     return [
-        Question(str(chat.messages[-1]["content"] or ""), chat.messages, chat.tools)
+        Question(str(chat.messages[-1]["content"] or ""), chat.source, chat.messages, chat.tools)
         for chat in chats
         if chat is not None
     ]

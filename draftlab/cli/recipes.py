@@ -1,5 +1,6 @@
 """`draftlab recipes`: list, show, copy."""
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import yaml
 
 from draftlab.errors import ConfigError
-from draftlab.settings.compose import check_recipe_name, compose
+from draftlab.settings.compose import Composed, check_recipe_name, compose
 from draftlab.settings.locate import recipe_names, recipes_dir
 
 HELP = """
@@ -80,7 +81,23 @@ def _list() -> None:
 
 def _show(name: str, words: list[str]) -> None:
     composed = compose("train", [f"recipe={name}", *words])
+    if words:
+        _check(composed)
     print(yaml.safe_dump(composed.data, sort_keys=False, allow_unicode=True), end="")
+
+
+def _check(composed: Composed) -> None:
+    """Refuse values that are none; keys that a recipe leaves open may stay open here."""
+    from draftlab.cli.schema import RunSettings
+    from draftlab.settings.base import parse_settings
+
+    parse_settings(RunSettings, _fill(composed.data))
+
+
+def _fill(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _fill(item) for key, item in value.items()}
+    return "VALUE" if value == "???" else value
 
 
 def _copy(args: list[str]) -> None:
@@ -93,4 +110,4 @@ def _copy(args: list[str]) -> None:
         raise ConfigError(f"{target} exists and is not overwritten; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(recipes_dir() / f"{name}.yaml", target)
-    print(f"{target}\nuse it: draftlab train recipe={target}")
+    print(f"{target}\nuse it: {shlex.join(['draftlab', 'train', f'recipe={target}'])}")

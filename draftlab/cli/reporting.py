@@ -6,7 +6,7 @@ from typing import Any
 
 from draftlab.errors import CheckpointError
 from draftlab.evaluation.files import Evaluation, read_eval
-from draftlab.evaluation.results import EvalResult
+from draftlab.evaluation.results import EvalResult, read_result
 from draftlab.reports import html
 from draftlab.reports.facts import ReportInput, TrainingFacts
 from draftlab.reports.samples import pick_samples
@@ -17,47 +17,81 @@ from draftlab.runs.run_dir import RunDir
 def write_report(
     run: RunDir, result: EvalResult, *, pending: tuple[str, ...] = ()
 ) -> tuple[Path, Path]:
-    """Write report.html and report.md of a run.
+    """Write the report of an evaluation that was just made, and the run's own.
+
+    Every evaluation has its report in its folder. The run's is that of the fullest evaluation, so
+    that a short one made later does not take its place.
 
     Args:
         run: the run's folder.
-        result: its evaluation, of as many stages as are done.
+        result: the evaluation, of as many stages as are done; it stands in the run's folder.
         pending: drafters still to be measured.
 
     Returns:
-        Paths of the page and of the text.
+        Paths of this evaluation's page and text: the run's own where they are its.
     """
-    metrics = read_metrics(run.metrics_path)
-    given = ReportInput(
-        result=result,
-        training=training_facts(run, metrics),
-        metrics=metrics,
-        samples=pick_samples(read_eval(run.eval_path(result.suite))),
-        run=run.path.name,
-        pending=pending,
-    )
-    return html.write_report(run.path, given)
+    fullest = list_evaluations(run)[0]
+    if fullest == result.suite:
+        return show_evaluation(run, fullest, pending=pending)
+    show_evaluation(run, fullest)
+    return html.write_report(run.eval_path(result.suite), _gather(run, result.suite, pending))
 
 
-def find_evaluation(run: RunDir, suite: str | None = None) -> Evaluation:
-    """Read an evaluation of a run: of a suite, or the newest.
+def show_evaluation(run: RunDir, suite: str, *, pending: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """Let the run's report be that of one evaluation, which has it in its own folder as well.
+
+    Args:
+        run: the run's folder.
+        suite: name of the evaluation.
+        pending: drafters still to be measured.
+
+    Returns:
+        Paths of the run's page and text.
+    """
+    given = _gather(run, suite, pending)
+    return html.write_report(run.path, given, also=(run.eval_path(suite),))
+
+
+def list_evaluations(run: RunDir) -> list[str]:
+    """List a run's evaluations by name, the fullest first, of equal ones the newest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or one that cannot be read.
     """
-    found = sorted(run.path.glob("eval/*/summary.json"), key=lambda path: path.stat().st_mtime)
+    found = list(run.path.glob("eval/*/summary.json"))
     if not found:
         raise CheckpointError(
             f"run {run.path} was never evaluated; draftlab eval drafter={run.path} does that"
         )
-    if suite is None:
-        return read_eval(found[-1].parent)
-    folders = {path.parent.name: path.parent for path in found}
-    if suite not in folders:
+
+    def fullness(path: Path) -> tuple[int, int, float]:
+        result = read_result(path)
+        return _most_tokens(result), len(result.arms), path.stat().st_mtime
+
+    return [path.parent.name for path in sorted(found, key=fullness, reverse=True)]
+
+
+def find_evaluation(run: RunDir, suite: str | None = None) -> Evaluation:
+    """Read an evaluation of a run: by its name, or the fullest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return read_eval(run.eval_path(choose_evaluation(run, suite)))
+
+
+def choose_evaluation(run: RunDir, suite: str | None) -> str:
+    """Give the name of an evaluation that is there: the one asked for, or the fullest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    names = list_evaluations(run)
+    if suite is not None and suite not in names:
         raise CheckpointError(
-            f"run {run.path} has no evaluation of suite {suite!r}; it has {', '.join(folders)}"
+            f"run {run.path} has no evaluation of suite {suite!r}; it has {', '.join(names)}"
         )
-    return read_eval(folders[suite])
+    return suite or names[0]
 
 
 def training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[TrainingFacts, ...]:
@@ -80,6 +114,28 @@ def training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[Training
             best_step=int(folder.name.rpartition("-")[2]),
         ),
     )
+
+
+def _gather(run: RunDir, suite: str, pending: tuple[str, ...]) -> ReportInput:
+    evaluation = read_eval(run.eval_path(suite))
+    metrics = read_metrics(run.metrics_path)
+    return ReportInput(
+        result=evaluation.result,
+        training=training_facts(run, metrics),
+        metrics=metrics,
+        samples=pick_samples(evaluation),
+        run=run.path.name,
+        pending=pending,
+        others=[name for name in list_evaluations(run) if name != suite],
+    )
+
+
+def _most_tokens(result: EvalResult) -> int:
+    """Count the tokens that an arm could give at most, in batches and timed."""
+    same = result.conditions.comparable
+    timed = sum(min(n, same["speed_prompts_per_domain"]) for n in same["domains"].values())
+    batched = sum(same["domains"].values())
+    return batched * same["max_new_tokens"] + timed * same["speed_max_new_tokens"]
 
 
 def _training_minutes(steps: list[dict[str, Any]]) -> float:

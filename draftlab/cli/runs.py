@@ -12,7 +12,8 @@ usage: draftlab runs [paths.outputs=FOLDER]
 Lists every run, oldest first: state, last step, and whether it has a report. A run's folder is
 what `resume=`, `drafter=`, `draftlab report` and `draftlab compare` take.
 
-states: done | running | stopped (the same command, or resume=RUN, goes on)
+states: done | running | stopped (before its end: train, demo, skips and bench families go on with
+the same command, train and skips also with resume=RUN)
 
 example:
   draftlab runs paths.outputs=/data/runs

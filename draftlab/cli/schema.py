@@ -7,7 +7,7 @@ top of a command.
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, NonNegativeInt, SerializeAsAny
+from pydantic import BeforeValidator, NonNegativeInt, SerializeAsAny, field_validator
 
 from draftlab.cli.hardware import HardwareSettings
 from draftlab.data.settings import DataSettings
@@ -108,6 +108,13 @@ class EvalCommandSettings(CommandSettings):
 
     drafter: AnyDrafter | str
     drafters: tuple[str, ...] | None
+
+    @field_validator("drafters")
+    @classmethod
+    def _check_drafters(cls, drafters: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if drafters == ():
+            raise ValueError("names no drafter; pass drafters=[ngram,RUN], or drafter=RUN alone")
+        return drafters
 
 
 class AuditCommandSettings(CommandSettings):

@@ -3,10 +3,13 @@
 import hashlib
 import itertools
 import json
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from draftlab.cli.disk import require_writable
 from draftlab.cli.words import read_options, split_words
 from draftlab.errors import CheckpointError, ConfigError
 from draftlab.runs.run_dir import RunDir, create_run, open_run, write_json
@@ -48,13 +51,15 @@ def run(args: Sequence[str]) -> int:
     rest = [word for word in words if word not in own]
     settings, earlier = _choose(rest, options["resume"])
     from draftlab.cli.hardware import apply_hardware
-    from draftlab.cli.measure import require_eval_prompts
+    from draftlab.cli.measure import require_decoding, require_eval_prompts
     from draftlab.targets.load import load_target, resolve
 
     state = _State.read(earlier) if earlier is not None else None
     if state is not None:
         num_prompts, tokens = state.conditions["prompts"], state.conditions["tokens"]
+    require_decoding(settings.decode)
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
+    require_writable(settings.paths.outputs if earlier is None else earlier.path)
     apply_hardware(settings.hardware)
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     target = load_target(settings.target)
@@ -171,8 +176,8 @@ def _search(
     drafter = settings.drafter
     assert isinstance(drafter, SelfSpeculativeSettings)
     tokens = state.conditions["tokens"]
-    meter = SkipMeter(target, drafter, settings.decode, prompts, max_new_tokens=tokens)
     try:
+        meter = SkipMeter(target, drafter, settings.decode, prompts, max_new_tokens=tokens)
         with state.run.hold(), Ticker("choices of layers", trials) as ticker:
             ticker.update(len(state.trials))
 
@@ -188,9 +193,13 @@ def _search(
                 on_trial=note,
             )
             _keep(meter, search, state.run)
-    except KeyboardInterrupt:
-        again = f"draftlab skips resume={state.run.path} trials={trials}"
-        raise KeyboardInterrupt(again) from None
+    except BaseException as error:
+        if not state.trials:
+            shutil.rmtree(state.run.path)  # nothing that could be gone on with
+        elif isinstance(error, KeyboardInterrupt):
+            again = ["draftlab", "skips", f"resume={state.run.path}", f"trials={trials}"]
+            raise KeyboardInterrupt(shlex.join(again)) from None
+        raise
     return search
 
 

@@ -12,7 +12,12 @@ from draftlab.cli.continuing import record_downloaded, require_kind
 from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.hardware import place_drafters
 from draftlab.cli.probe import AcceptanceProbe
-from draftlab.cli.probe_table import describe_probes, list_probes
+from draftlab.cli.probe_table import (
+    describe_probes,
+    list_probes,
+    warn_of_few_prompts,
+    warn_of_rising_loss,
+)
 from draftlab.cli.schema import RunSettings
 from draftlab.cli.vocab_report import report_vocab
 from draftlab.data.learning import mark_learned
@@ -130,6 +135,10 @@ def train_drafter(
     probe = AcceptanceProbe(
         target, collected.validation, settings.decode, run.path / "probe_costs.json"
     )
+    can_probe = probe.num_prompts > 0 and target.speculation_refusal is None
+    few = warn_of_few_prompts(probe.num_prompts, train.best_by)
+    if can_probe and few is not None and _is_first_rank():
+        log.warning(few)
     metrics = MetricsLog(run.metrics_path) if _is_first_rank() else None
     config = settings.model_dump(mode="json")
     tracker = open_tracker(settings.tracker, run, config) if _is_first_rank() else None
@@ -153,7 +162,7 @@ def train_drafter(
         train=train,
         seed=settings.seed,
         folder=run.checkpoints_path,
-        on_checkpoint=probe if probe.has_prompts and target.speculation_refusal is None else None,
+        on_checkpoint=probe if can_probe else None,
         metrics=write,
         resume_from=run.checkpoints_path,
         origin=_origin(run, settings, collected, train),
@@ -166,10 +175,17 @@ def train_drafter(
             metrics.close()
         if tracker is not None:
             tracker.close()
-    probes = list_probes(read_metrics(run.metrics_path)) if _is_first_rank() else []
-    if probes:
-        log.info("%s", describe_probes(probes, train.best_by))
+    if _is_first_rank():
+        _conclude(read_metrics(run.metrics_path), train.best_by)
     return result
+
+
+def _conclude(numbers: list[dict[str, Any]], best_by: str) -> None:
+    """Say what the numbers of the whole run amount to."""
+    if probes := list_probes(numbers):
+        log.info("%s", describe_probes(probes, best_by))
+    if warning := warn_of_rising_loss(numbers):
+        log.warning(warning)
 
 
 def _origin(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
+from draftlab.cli.disk import explain_refusal
 from draftlab.cli.hardware import apply_hardware
 from draftlab.cli.schema import RunSettings
 from draftlab.errors import DraftlabError
@@ -58,6 +59,12 @@ def main(argv: list[str]) -> int:
     except DraftlabError as error:
         print(f"draftlab train: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        said = explain_refusal(error)
+        if said is None:
+            raise
+        print(f"draftlab train: {said}", file=sys.stderr)
+        return 1
     from draftlab.training.processes import leave_group
 
     leave_group()

@@ -120,7 +120,7 @@ def encode_chat(
     if conversation.text is not None:
         return _encode_rendered(tokenizer, conversation.text, turns, options)
     messages = conversation.messages
-    chosen, left_out = _choose_turns(messages, turns)
+    chosen, left_out = choose_turns(messages, turns)
     chat = _Chat(tokenizer, messages, conversation.tools, options)
     answers = [chat.split_answer(index) for index in chosen]
     whole = chat.build_whole_row(answers) if turns == "each" else None
@@ -253,9 +253,21 @@ def _encode_answer(
     return joined, len(prefix)
 
 
-def _choose_turns(
+def choose_turns(
     messages: Sequence[Message], turns: Literal["each", "last"]
 ) -> tuple[list[int], list[str]]:
+    """Choose the answers to learn, by their turns alone.
+
+    Args:
+        messages: all turns of a chat.
+        turns: each, or the last one only.
+
+    Returns:
+        Places of the answers that are learned, and why each of the others is not.
+
+    Raises:
+        RowProblem: none is.
+    """
     if not messages:
         raise RowProblem("empty chat")
     chosen, left_out = [], []

@@ -11,7 +11,8 @@ from Arrow: fields that are null there count as absent.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +63,7 @@ def read_files(
     *,
     cache_dir: Path,
     domain: str = "own",
-    on_bad_line: Literal["fail", "skip"] = "fail",
+    on_bad_line: Literal["fail", "skip"] | None = None,
     messages_field: str | None = None,
     is_rendered: Callable[[str], bool] | None = None,
 ) -> Reading:
@@ -71,7 +72,8 @@ def read_files(
     Args:
         paths: files, or folders whose .jsonl, .json and .parquet files are read in name order.
         domain: domain of rows that name none.
-        on_bad_line: fail stops with the list of all bad lines; skip returns it.
+        on_bad_line: fail stops with the list of all bad lines; skip returns it; None fails where
+            no setting could choose otherwise.
         cache_dir: folder in which the `datasets` library may keep its files.
         messages_field: field of the chat, or None to look for the usual names.
         is_rendered: says whether a `text` field is a chat in the target's template; None refuses
@@ -152,6 +154,9 @@ def _rows_of(path: Path, cache_dir: Path, bad: list[BadLine]) -> Iterable[tuple[
             "parquet", data_files=[str(path)], split="train", cache_dir=cache_dir, shown=path
         )
     data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        unpack = shlex.join(["gunzip", "-k", str(path)])
+        raise DataError(f"{path} is compressed by gzip, expected plain text; unpack it: {unpack}")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"{path} is UTF-16 text, expected UTF-8; save it as UTF-8")
     data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark would hide the first row
@@ -179,7 +184,8 @@ def _json_lines(path: Path, data: bytes, bad: list[BadLine]) -> Iterator[tuple[i
         except UnicodeDecodeError as error:
             bad.append(BadLine(path.name, number, f"not UTF-8 at byte {error.start + 1}"))
         except json.JSONDecodeError as error:
-            bad.append(BadLine(path.name, number, f"not JSON: {error.msg} at column {error.colno}"))
+            what = error.msg.removesuffix(" at")  # "Unterminated string starting at"
+            bad.append(BadLine(path.name, number, f"not JSON: {what} at column {error.colno}"))
         except RecursionError:
             bad.append(BadLine(path.name, number, "not JSON: nested too deeply"))
 
@@ -233,19 +239,19 @@ def _parse_rows(
 
 
 def _finish(
-    good: list[Conversation], bad: list[BadLine], on_bad_line: Literal["fail", "skip"]
+    good: list[Conversation], bad: list[BadLine], on_bad_line: Literal["fail", "skip"] | None
 ) -> Reading:
     bad = sorted(bad, key=lambda line: (line.file, line.line))
-    if bad and on_bad_line == "fail":
+    if bad and on_bad_line != "skip":
+        advice = "pass data.on_bad_line=skip to leave them out" if on_bad_line else "take them out"
         raise DataError(
             f"{len(bad)} bad line{'s' if len(bad) > 1 else ''} in the data:\n"
-            + describe_bad_lines(bad)
-            + "\nrepair them, or pass data.on_bad_line=skip to leave them out"
+            f"{describe_bad_lines(bad)}\nrepair them, or {advice}"
         )
     return Reading(good, bad)
 
 
-def describe_bad_lines(bad: list[BadLine]) -> str:
+def describe_bad_lines(bad: Sequence[BadLine | str]) -> str:
     """List bad lines, the first 50 in full and the rest as a count."""
     lines = [f"  {line}" for line in bad[:_MAX_LISTED]]
     if len(bad) > _MAX_LISTED:

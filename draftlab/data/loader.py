@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.data.chat import check_template, encode_chat
+from draftlab.data.chat import check_template, choose_turns, encode_chat
 from draftlab.data.conversations import (
     Conversation,
     Reading,
@@ -30,6 +30,7 @@ from draftlab.data.conversations import (
     list_files,
     read_files,
     read_hub,
+    to_prompt,
 )
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.prompts import load_prompts
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1  # raise it whenever equal inputs give other rows
 _MAX_EXAMPLES = 50
+_SHOWN_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,11 @@ class DataReport:
                 "the template rewrites history"
             )
         lines += [f"dropped {count}: {reason}" for reason, count in self.dropped.items()]
+        lines += [f"  {example}" for example in self.dropped_examples[:_SHOWN_EXAMPLES]]
         lines += [f"not learned, {count} answers: {why}" for why, count in self.left_out.items()]
         if self.bad_lines:
             lines.append(f"skipped {len(self.bad_lines)} bad lines:")
-            lines += [f"  {line}" for line in self.bad_lines]
+            lines.append(describe_bad_lines(self.bad_lines))
         lines += [
             f"domain {name}: {counts['samples']} samples, {counts['learned']} learned tokens"
             for name, counts in self.domains.items()
@@ -164,6 +167,37 @@ def read_split(
     return replace(reading, conversations=chats)
 
 
+def read_training_chats(settings: DataSettings, cache_dir: Path) -> Reading:
+    """Read what is to be learned, or answered and learned, as text.
+
+    Args:
+        settings: what to read.
+        cache_dir: folder for files of the `datasets` library.
+
+    Raises:
+        DataError: as for `read_split`, or nothing could be learned whatever the target says.
+    """
+    reading = read_split(settings, "train", cache_dir)
+    chats = reading.conversations
+    if not chats and settings.kind != "builtin":
+        held_out = read_split(settings, "validation", cache_dir).conversations
+        if held_out and settings.answers == "target":
+            raise DataError(
+                f"data.validation_fraction={settings.validation_fraction:g} holds out all "
+                f"{len(held_out)} chats of {_name_source(settings)}; lower it"
+            )
+        chats = held_out  # `prepare` trains on a handful of chats all the same
+    dropped: Counter[str] = Counter()
+    examples: list[str] = []
+    for chat in chats:
+        reason = _find_no_use(settings, chat)
+        if reason is None:
+            return replace(reading, conversations=chats)
+        dropped[reason] += 1
+        examples.append(f"{chat.source} ({chat.id}): {reason}")
+    raise DataError(_explain_nothing(settings, len(chats), dropped, examples))
+
+
 def prepare(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -189,8 +223,8 @@ def prepare(
     if settings.kind == "builtin":
         # a few of them hold earlier turns of ours, which the target never said
         raise DataError(
-            "the shipped prompts (data.kind=builtin) hold no answers of the target; let it answer "
-            "them first: draftlab regenerate"
+            "the shipped prompts (data.kind=builtin) hold no answers of the target; pass "
+            "data.answers=target, and it answers them first"
         )
     check_template(tokenizer, settings.template_options)
     reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, tokenizer)
@@ -224,8 +258,6 @@ def _read_all(
         messages_field=settings.messages_field,
         is_rendered=(lambda text: marker[0] in text) if marker else None,
     )
-    if reading.bad_lines:
-        log.warning("skipped bad lines:\n%s", describe_bad_lines(reading.bad_lines))
     return replace(reading, conversations=reading.conversations[: settings.max_samples])
 
 
@@ -333,17 +365,40 @@ def _is_held_out(settings: DataSettings, chat: Conversation) -> bool:
 def _explain_nothing(
     settings: DataSettings, num_chats: int, dropped: Counter[str], examples: list[str]
 ) -> str:
+    where = _name_source(settings)
+    if not num_chats:
+        return (
+            f"no token to learn: {where} holds no chat; expected a JSON object a line, such as "
+            '{"messages": [{"role": "user", "content": "..."}, ...]}'
+        )
     reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
-    where = ", ".join(settings.paths) or settings.hub_name
-    advice = (
-        "let the target answer the prompts first: draftlab regenerate"
-        if dropped["no answer"]
-        else "give chats with an assistant's answer, or let the target write them: "
-        "draftlab regenerate"
-    )
-    shown = "".join(f"\n  {example}" for example in examples[:5])
-    found = f"no token to learn in {num_chats} chats of {where}: {reasons or 'no rows'}"
-    return f"{found}{shown}\n{advice}"
+    shown = "".join(f"\n  {example}" for example in examples[:_SHOWN_EXAMPLES])
+    if settings.answers == "target":
+        advice = "give chats with a user's turn"
+    elif any("max_tokens" in reason for reason in dropped):
+        advice = "raise data.max_tokens"
+    else:
+        advice = (
+            "give chats with an assistant's answer, or pass data.answers=target: the target then "
+            "answers the prompts itself"
+        )
+    return f"no token to learn in {num_chats} chats of {where}: {reasons}{shown}\n{advice}"
+
+
+def _find_no_use(settings: DataSettings, chat: Conversation) -> str | None:
+    """Tell why a chat teaches nothing, by its turns alone; None where it may teach something."""
+    if settings.answers == "target":
+        return "no question" if to_prompt(chat) is None else None
+    try:
+        if chat.text is None:
+            choose_turns(chat.messages, settings.turns)
+    except RowProblem as problem:
+        return str(problem)
+    return None
+
+
+def _name_source(settings: DataSettings) -> str:
+    return ", ".join(settings.paths) or str(settings.hub_name)
 
 
 def _check_ids(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

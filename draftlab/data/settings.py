@@ -20,7 +20,8 @@ class DataSettings(Settings):
             first, and its own answers are learned).
         messages_field: field that holds the chat, or None to look for the usual names.
         domain: domain of rows that name none themselves.
-        max_tokens: longest row in tokens; what lies beyond is cut and counted.
+        max_tokens: longest row in tokens, 2 or more: one to read and one to learn; what lies beyond
+            is cut and counted.
         learn: answers, or all (prompts as well, what many of them begin with once).
         turns: each (every answer is learned) or last (only the last answer of a chat).
         on_bad_line: fail (list every bad line and stop) or skip (list them and go on).
@@ -37,7 +38,7 @@ class DataSettings(Settings):
     answers: Literal["given", "target"]
     messages_field: str | None
     domain: str
-    max_tokens: PositiveInt
+    max_tokens: int = Field(ge=2)
     learn: Literal["answers", "all"]
     turns: Literal["each", "last"]
     on_bad_line: Literal["fail", "skip"]

@@ -158,8 +158,9 @@ class Decoder:
                 give equal draws, whatever the batch-mates.
 
         Raises:
-            ConfigError: an empty prompt, one that leaves no room for an answer, or sampling that
-                the settings' rule is not for.
+            ConfigError: an empty prompt, one that leaves no room for an answer or has ids that the
+                target does not know, limits below 1, or sampling that the settings' rule is not
+                for.
         """
         strings = self.settings.stop if stop is None else stop
         stops = None
@@ -170,15 +171,20 @@ class Decoder:
             self.target,
             prompts,
             sampling=self.settings.sampling if sampling is None else sampling,
-            max_new_tokens=max_new_tokens or self.settings.max_new_tokens,
+            max_new_tokens=(
+                self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+            ),
             stops=stops,
             row_keys=row_keys,
         )
         if not rows:
             return []
+        num_slots = self.settings.batch_size if batch_size is None else batch_size
+        if num_slots < 1:
+            raise ConfigError(f"batch_size={num_slots}; expected 1 or more")
         self._judge.prepare([row.sampling for row in rows])
         done: dict[int, Generation] = {}
-        for generation in self._choose_run(rows, batch_size or self.settings.batch_size, on_tokens):
+        for generation in self._choose_run(rows, num_slots, on_tokens):
             done[generation.prompt_index] = generation
             if on_finish is not None:
                 on_finish(generation)

@@ -60,7 +60,7 @@ class TransformersDecoding:
             row_keys: key of each prompt's draws; None takes its index.
         """
         del batch_size
-        limit = max_new_tokens or self._settings.max_new_tokens
+        limit = self._settings.max_new_tokens if max_new_tokens is None else max_new_tokens
         answers = []
         with _own_attention(self._target), torch.random.fork_rng(devices=[]):
             for index, prompt in enumerate(prompts):

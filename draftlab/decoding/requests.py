@@ -27,8 +27,8 @@ def make_rows(
     """Make a row of every prompt.
 
     Raises:
-        ConfigError: an empty prompt, one that leaves no room for an answer, or as many settings as
-            there are no prompts.
+        ConfigError: an empty prompt, one that leaves no room for an answer or has ids that the
+            target does not know, a limit below 1, or as many settings as there are no prompts.
     """
     count = len(prompts)
     laws = _spread(sampling, count, "sampling") if count else []
@@ -64,13 +64,20 @@ def _spread(given: T | Sequence[T], count: int, name: str) -> list[T]:
 
 def _limit(target: Target, index: int, prompt: Sequence[int], limit: int) -> int:
     if not prompt:
-        raise ConfigError(f"prompt {index} is empty: expected at least one token")
+        raise ConfigError(f"prompts[{index}] is empty: expected at least one token")
     if limit < 1:
-        raise ConfigError(f"max_new_tokens={limit} of prompt {index}: expected 1 or more")
+        raise ConfigError(f"max_new_tokens={limit} of prompts[{index}]: expected 1 or more")
+    most = target.spec.vocab_size - 1
+    unknown = [token for token in (min(prompt), max(prompt)) if not 0 <= token <= most]
+    if unknown:
+        raise ConfigError(
+            f"prompts[{index}] holds token id {unknown[0]}, and target {target.spec.name} knows "
+            f"the ids 0 to {most}; encode prompts with this target's tokenizer"
+        )
     room = target.spec.max_positions - len(prompt)
     if room < 1:
         raise ConfigError(
-            f"prompt {index} has {len(prompt)} tokens, and the target takes "
+            f"prompts[{index}] has {len(prompt)} tokens, and the target takes "
             f"{target.spec.max_positions} with the answer; shorten it"
         )
     return min(limit, room)

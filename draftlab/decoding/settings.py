@@ -10,6 +10,8 @@ from draftlab.decoding.verify import RuleName
 from draftlab.sampling import Sampling
 from draftlab.settings.base import Settings, read_mapping
 
+Bias = Annotated[float, Field(allow_inf_nan=True)]  # -inf bans a token
+
 
 class StaticTreeSettings(Settings):
     """A tree of one shape.
@@ -124,7 +126,7 @@ class DecodeSettings(Settings):
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
-    logit_bias: Annotated[Mapping[int, float] | None, BeforeValidator(read_mapping)]
+    logit_bias: Annotated[Mapping[int, Bias] | None, BeforeValidator(read_mapping)]
     max_new_tokens: PositiveInt
     min_new_tokens: NonNegativeInt
     stop: list[str]

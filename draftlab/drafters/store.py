@@ -204,9 +204,13 @@ def check_whole(folder: Path) -> None:
     """Read a drafter's files without building it.
 
     Raises:
-        CheckpointError: no drafter here, or tensors that are not those of its card.
+        CheckpointError: no drafter here, tensors that are not those of its card, or adapters whose
+            base is neither.
     """
-    _require_whole(folder, read_card(folder))
+    card = read_card(folder)
+    _require_whole(folder, card)
+    if card.adapter is not None and card.adapter.base.folder is not None:
+        check_whole(_find_base(folder, card.adapter))
 
 
 def load_drafter(folder: Path, view: TargetView) -> Drafter:

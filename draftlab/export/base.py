@@ -23,7 +23,12 @@ from draftlab.errors import ConfigError
 from draftlab.export.card import Card, serve_command, write_card
 from draftlab.export.settings import ExportSettings
 from draftlab.export.table import CONFIG, read_config
-from draftlab.files import compute_file_sha256, force_to_disk, force_tree_to_disk
+from draftlab.files import (
+    compute_file_sha256,
+    force_to_disk,
+    force_tree_to_disk,
+    naming_refusals,
+)
 from draftlab.targets.view import TargetView
 
 SUMS = "SHA256SUMS"
@@ -165,9 +170,11 @@ def export_drafter(
     history = history or {}
     depth = settings.num_draft_tokens or drafter.settings.num_draft_tokens
     part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-    part.mkdir(parents=True)
+    with naming_refusals(folder):
+        part.mkdir(parents=True)
     try:
-        served = form.write(drafter, target, part, history)
+        with naming_refusals(folder):
+            served = form.write(drafter, target, part, history)
         if served.max_draft_tokens is not None and depth > served.max_draft_tokens:
             raise ConfigError(
                 f"export.num_draft_tokens={depth}: this {served.architecture} drafter can draft at "

@@ -58,7 +58,8 @@ def serve_command(
     words = ["vllm", "serve", target]
     if overrides:
         words += ["--hf-overrides", json.dumps(dict(overrides))]
-    words += ["--speculative-config", json.dumps(config)]
+    # folders are named as they are written: a shell and JSON take any letter
+    words += ["--speculative-config", json.dumps(config, ensure_ascii=False)]
     return " ".join(shlex.quote(word) for word in words)
 
 

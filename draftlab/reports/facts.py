@@ -50,6 +50,7 @@ class ReportInput:
         samples: shown when not empty.
         run: what the run is called.
         pending: drafters that are still to be measured; the report says so.
+        others: further evaluations of the run, by name; the report says where theirs are.
     """
 
     result: EvalResult
@@ -58,3 +59,4 @@ class ReportInput:
     samples: Sequence[Sample] = ()
     run: str = ""
     pending: Sequence[str] = field(default_factory=tuple)
+    others: Sequence[str] = field(default_factory=tuple)

@@ -89,7 +89,7 @@ def _figures(results: Sequence[FamilyResult]) -> Table:
         ]
         cells = [
             Cell(result.name),
-            Cell(f"{arm.num_parameters / 1e6:.2f} M"),
+            Cell(words.weights(arm.num_parameters, 2)),
             Cell(words.number(training.minutes, 1) if training else words.NOTHING),
             Cell(words.count(training.num_steps) if training else words.NOTHING),
             Cell(str(arm.num_draft_tokens)),

@@ -3,6 +3,7 @@
 In: `ReportInput`. Out: the page's text; `write_report` writes it and its plain twin.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftlab.files import write_atomic
@@ -19,20 +20,24 @@ from draftlab.reports.plots import (
 )
 
 
-def write_report(folder: Path, given: ReportInput) -> tuple[Path, Path]:
+def write_report(
+    folder: Path, given: ReportInput, *, also: Sequence[Path] = ()
+) -> tuple[Path, Path]:
     """Write report.html and report.md, each atomically.
 
     Args:
-        folder: the run's folder.
+        folder: where to, such as the run's folder.
         given: what to report.
+        also: further folders that get the same two files.
 
     Returns:
-        Paths of the two files.
+        Paths of the two files in `folder`.
     """
-    html, markdown = folder / "report.html", folder / "report.md"
-    write_atomic(markdown, render_markdown(given))
-    write_atomic(html, render_html(given))
-    return html, markdown
+    markdown, html = render_markdown(given), render_html(given)
+    for place in (*also, folder):
+        write_atomic(place / "report.md", markdown)
+        write_atomic(place / "report.html", html)
+    return folder / "report.html", folder / "report.md"
 
 
 def render_html(given: ReportInput) -> str:

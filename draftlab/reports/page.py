@@ -69,7 +69,7 @@ def build_page(given: ReportInput) -> Page:
         lossless=_lossless(result),
         defects=defect_table(result),
         training=training_table(given.training),
-        conditions=_conditions(result),
+        conditions=(*_conditions(result), *_others(given)),
         not_measured=_not_measured(given),
         samples=tuple(given.samples),
     )
@@ -198,6 +198,12 @@ def _conditions(result: EvalResult) -> tuple[tuple[str, str], ...]:
         ("versions", ", ".join(f"{name} {v}" for name, v in versions.items() if v)),
     ]
     return tuple((name, str(value)) for name, value in rows if value not in (None, ""))
+
+
+def _others(given: ReportInput) -> tuple[tuple[str, str], ...]:
+    if not given.others:
+        return ()
+    return (("also measured", f"{', '.join(given.others)}: reports in eval/ of the run"),)
 
 
 def _yes_no(value: Any) -> str:

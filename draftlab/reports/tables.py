@@ -131,7 +131,7 @@ def summary_table(result: EvalResult) -> Table:
 def _size(arm: ArmResult) -> str:
     if arm.num_parameters == 0:
         return "nothing to train"
-    return f"{arm.num_parameters / 1e6:.1f} M parameters"
+    return f"{words.weights(arm.num_parameters)} parameters"
 
 
 def _speedup_cell(speedup: Estimate) -> Cell:

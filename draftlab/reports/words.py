@@ -61,6 +61,11 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def weights(value: int, digits: int = 1) -> str:
+    """Write a number of weights, in millions or, below a tenth of one, in thousands."""
+    return f"{value / 1e3:.1f} K" if value < 1e5 else f"{value / 1e6:.{digits}f} M"
+
+
 def milliseconds(seconds: float | None) -> str:
     """Write a time in ms."""
     return NOTHING if seconds is None else f"{1000 * seconds:.2f} ms"

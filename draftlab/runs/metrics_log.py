@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import CheckpointError
+from draftlab.files import naming_refusals
 
 
 class MetricsLog:
@@ -38,15 +39,17 @@ class MetricsLog:
         row: dict[str, Any] = {"step": step, "time_s": round(self._time_s(), 3), "split": split}
         for key, value in numbers.items():
             row[key] = value if math.isfinite(value) else None
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with naming_refusals(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Force the lines to disk and close."""
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with naming_refusals(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
 
     def _time_s(self) -> float:
         return self._before + time.monotonic() - self._start

@@ -133,21 +133,32 @@ class RunDir:
 
     @property
     def is_running(self) -> bool:
-        """Whether a living process holds the run."""
-        try:
-            with self.hold():
-                return False
-        except CheckpointError:
-            return True
+        """Whether a living process holds the run. Looking writes nothing."""
+        path = self.path / ".lock"
+        if not path.is_file():
+            return False
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keep other processes from writing into the run; a killed process lets go by itself.
 
         Raises:
-            CheckpointError: another process holds it.
+            CheckpointError: another process holds it, or its folder cannot be written.
         """
-        with (self.path / ".lock").open("a") as lock:
+        try:
+            opened = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write into run {self.path}: {error.strerror}; make it writable, or choose "
+                "another folder with paths.outputs=FOLDER"
+            ) from None
+        with opened as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -3,6 +3,7 @@
 Keys come from the environment alone (wandb reads WANDB_API_KEY itself) and are never looked at.
 """
 
+import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -39,6 +40,19 @@ class Tracker(ABC):
         """Hand over what is left."""
 
 
+def require_tracker(settings: TrackerSettings) -> None:
+    """Refuse a tracker whose package is missing; imports nothing.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if settings.kind != "none" and importlib.util.find_spec(settings.kind) is None:
+        raise ConfigError(
+            f"tracker={settings.kind} needs the package {settings.kind}, which is not installed; "
+            "run: pip install 'draftlab[trackers]'"
+        )
+
+
 def open_tracker(settings: TrackerSettings, run: RunDir, config: Mapping[str, Any]) -> Tracker:
     """Open the mirror that the settings name. Call it on one rank only.
 
@@ -50,6 +64,7 @@ def open_tracker(settings: TrackerSettings, run: RunDir, config: Mapping[str, An
     Raises:
         ConfigError: the tracker's package is missing.
     """
+    require_tracker(settings)
     if settings.kind == "wandb":
         return _Wandb(settings, run, config)
     if settings.kind == "tensorboard":
@@ -97,13 +112,8 @@ class _Wandb(Tracker):
 
 class _Tensorboard(Tracker):
     def __init__(self, run: RunDir) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "tracker=tensorboard needs the package tensorboard, which is not installed; "
-                "run: pip install 'draftlab[trackers]'"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(log_dir=str(run.path / "tensorboard"))
 
     def log(self, step: int, split: str, numbers: Mapping[str, int | float]) -> None:

@@ -1,6 +1,7 @@
 """The base of every Settings class, and the one place that turns its errors into words."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,11 +12,26 @@ from draftlab.errors import ConfigError
 
 S = TypeVar("S", bound="Settings")
 
+_KEY_WITHOUT_SPACE = re.compile(r"([{,]\s*\w+):(?=\S)")
+_LIST = "expected a list, such as [a,b]"
+_EXPECTED = {
+    "list_type": _LIST,
+    "tuple_type": _LIST,
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+}
+
 
 class Settings(BaseModel):
     """Frozen settings that refuse unknown keys. Defaults live in conf/*.yaml, not here."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
 def parse_settings(cls: type[S], data: Mapping[str, Any], where: str = "") -> S:
@@ -44,7 +60,8 @@ def read_mapping(value: Any) -> Any:
     if not (isinstance(value, str) and value.startswith("{")):
         return value
     try:
-        return yaml.safe_load(value)
+        # yaml wants a space behind the colon: without it {12:5} is a time of day
+        return yaml.safe_load(_KEY_WITHOUT_SPACE.sub(r"\1: ", value))
     except yaml.YAMLError:
         return value  # the field says what it expected
 
@@ -59,7 +76,20 @@ def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
         return f"unknown key {key}={item['input']!r}; {hint}"
     if item["type"] == "missing":
         return f"{key} is required and has no default; pass {key}=VALUE"
-    return f"{key}={item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
+    message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
+    if path[-1:] == ["[key]"]:  # pydantic's word for a key of a mapping
+        return f"{key.removesuffix(f'.{path[-2]}.[key]')} has the key {path[-2]!r}: {message}"
+    if item["type"] == "value_error" and isinstance(item["input"], Mapping):
+        return _name_group(key, message, _fields_at(cls, path))
+    return f"{key}={item['input']!r}: {message.replace('Input should be', 'expected')}"
+
+
+def _name_group(group: str, message: str, fields: list[str]) -> str:
+    """Put a group's name before what is wrong between its keys, where it is not told already."""
+    if not group or message.startswith(f"{group}."):
+        return message
+    names_key = (found := re.match(r"\w+(?==)", message)) is not None and found[0] in fields
+    return f"{group}.{message}" if names_key else f"{group}: {message}"
 
 
 def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:

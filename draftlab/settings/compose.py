@@ -307,9 +307,10 @@ def _lookup(key: str, data: Mapping[str, Any]) -> Any:
             prefix = ".".join(parts[:i])
             if not isinstance(here, Mapping):
                 raise ConfigError(f"unknown key {key}; {prefix} has no keys below it")
-            near = near_names(part, sorted(map(str, here)))
-            names = ", ".join(f"{prefix}.{name}".lstrip(".") for name in near)
-            raise ConfigError(f"unknown key {key}; nearest: {names}")
+            known = sorted(map(str, here))
+            near = difflib.get_close_matches(part, known, n=3)
+            names = ", ".join(f"{prefix}.{name}".lstrip(".") for name in near or known)
+            raise ConfigError(f"unknown key {key}; {'nearest' if near else 'known'}: {names}")
         here = here[part]
     return here
 

@@ -22,8 +22,8 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
         )
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         raise UnsupportedTarget(
-            f"cannot read {path} as a GGUF model: {error}; convert it to safetensors and use "
-            "target=local"
+            f"cannot read {path} as a GGUF model: {str(error).rstrip('.')}; pass a .gguf file of a "
+            "model, or convert yours to safetensors and use target=local"
         ) from None
     # what is left of the quantisation is a note; with it the model could not be saved again
     setattr(model, "hf_quantizer", None)  # noqa: B010 - not declared, yet there

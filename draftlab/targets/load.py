@@ -214,8 +214,8 @@ def _read_plain(
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cannot load target {place} (revision {common['revision']}): {first}; check the name, "
-            "the network and, for gated models, HF_TOKEN"
+            f"cannot load target {place} (revision {common['revision']}): {first.rstrip('.')}; "
+            "check the name, the network and, for gated models, HF_TOKEN"
         ) from None
     if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
         raise UnsupportedTarget(

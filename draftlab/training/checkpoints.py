@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftlab.errors import CheckpointError
-from draftlab.files import force_to_disk, force_tree_to_disk, write_atomic
+from draftlab.files import force_to_disk, force_tree_to_disk, naming_refusals, write_atomic
 from draftlab.shapes import Tensor
 
 _WRITING = ".writing-"
@@ -76,14 +76,14 @@ class CheckpointFolder:
             write: fills the folder it is given.
             is_best: this is the best so far.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:06d}"
-        temporary = self.root / f"{_WRITING}{name}"
-        _remove(temporary)
-        temporary.mkdir()
-        write(temporary)
-        force_tree_to_disk(temporary)
-        final = self.root / name
+        temporary, final = self.root / f"{_WRITING}{name}", self.root / name
+        with naming_refusals(final):
+            self.root.mkdir(parents=True, exist_ok=True)
+            _remove(temporary)
+            temporary.mkdir()
+            write(temporary)
+            force_tree_to_disk(temporary)
         if final.exists():  # committed, but the process died before `latest` named it
             self._drop(final)
         os.replace(temporary, final)

@@ -74,8 +74,8 @@ class TrainingPlan:
             raise CheckpointError(
                 f"{path} was written by a training that differs:\n  "
                 + "\n  ".join(differences)
-                + "\nresume with the settings and data it began with, or train in a new folder "
-                "(init=DRAFTER goes on from its weights)"
+                + "\nresume with the settings and data it began with, or train in a new folder: "
+                "resume=never (init=DRAFTER goes on from its weights)"
             )
         return replace(self, total_steps=int(began["total_steps"]))
 

@@ -73,7 +73,7 @@ class TrainSettings(Settings):
             (plan.py). Probes and checkpoints come on top.
         batch_rows: packed rows a process runs at once.
         accumulation: such batches added up before a step.
-        row_tokens: length of a packed row, tokens.
+        row_tokens: length of a packed row, tokens; 2 or more.
         precision: bf16 computes in bfloat16 where that is safe (autocast); weights stay float32.
         gradient_checkpointing: compute the activations of layers once more in the backward pass
             instead of keeping them: less memory, more time, the same numbers.
@@ -83,7 +83,8 @@ class TrainSettings(Settings):
         probe_every_steps: optimizer steps between probes, each with a checkpoint; None probes at
             every checkpoint.
         best_by: what makes a probe the best: tau, tokens a verify step, or tokens_per_s, which also
-            weighs what drafting and verifying cost on this machine. Never the loss.
+            weighs what drafting and verifying cost on this machine. Never the loss; of equal
+            probes the last.
         patience: probes in a row that may bring nothing better before training ends early; None
             trains to the end.
     """
@@ -93,7 +94,7 @@ class TrainSettings(Settings):
     max_minutes: PositiveFloat | None
     batch_rows: PositiveInt
     accumulation: PositiveInt
-    row_tokens: PositiveInt
+    row_tokens: int = Field(ge=2)
     precision: Literal["no", "bf16"]
     gradient_checkpointing: bool
     save_every_steps: PositiveInt

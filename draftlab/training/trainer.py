@@ -112,7 +112,7 @@ class Trainer:
             folder: where checkpoints go (the run's `checkpoints`).
             on_checkpoint: called on the first process with (step, drafter in eval mode) for every
                 probe; may return numbers. The highest "tau", or whatever `train.best_by` names,
-                makes the best checkpoint.
+                makes the best checkpoint, of equals the last.
             metrics: called on the first process as metrics(step, split, **numbers).
             resume_from: `folder` itself to go on from its latest checkpoint (or to start, when it
                 has none), or one of its step-* folders; None to start anew.
@@ -269,8 +269,12 @@ class Trainer:
         if not math.isfinite(grad_norm):
             raise DraftlabError(
                 f"the gradient of optimizer step {step} has norm {grad_norm}, so the weights would "
-                "be lost; lower optim.lr, set optim.clip_norm, or try train.precision=no; the last "
-                f"checkpoint in {self._folder.root} is sound"
+                "be lost; lower optim.lr, set optim.clip_norm, or try train.precision=no; "
+                + (
+                    f"no checkpoint was written yet in {self._folder.root}"
+                    if self._folder.latest() is None
+                    else f"the last checkpoint in {self._folder.root} is sound"
+                )
             )
         set_lr(self._optimizers, factor)
         for optimizer in self._prepared:
@@ -429,11 +433,12 @@ class Trainer:
         score = numbers.get(self.train.best_by)
         if score is None:
             return False
-        if self._best is not None and score <= self._best.score:
-            self._idle_probes += 1
+        is_better = self._best is None or score > self._best.score
+        self._idle_probes = 0 if is_better else self._idle_probes + 1
+        if self._best is not None and score < self._best.score:
             return False
+        # of equals the last: it has learned more, and few prompts tell little
         self._best = _Best(step, float(score), numbers.get("tau"))
-        self._idle_probes = 0
         return True
 
     def _write(

@@ -11,6 +11,7 @@ from draftlab.cli.answer_stream import (
     LiveScreen,
     Pace,
     PlainScreen,
+    make_heading,
     open_screen,
 )
 from draftlab.decoding.records import Generation
@@ -28,6 +29,9 @@ class Recording:
 
     def __init__(self):
         self.writes, self.status, self.is_closed = [], "", False
+
+    def head(self, title, *, is_first):
+        self.write(make_heading(title, is_first=is_first), "bold")
 
     def write(self, text, style):
         if text:
@@ -170,11 +174,14 @@ def test_no_color_leaves_the_text(monkeypatch):
     assert "accepted" in console.file.getvalue()
 
 
-def test_a_pipe_gets_text_alone(capsys):
+def test_a_pipe_gets_answers_alone_with_a_blank_line_between(capsys):
     screen = open_screen()
     assert isinstance(screen, PlainScreen)
+    screen.head("What?", is_first=True)
     screen.write("a", "green")
     screen.tell("tau 1.00")
     screen.write("次\n", "")
+    screen.head("And then?", is_first=False)
+    screen.write("b\n", "")
     screen.close()
-    assert capsys.readouterr().out == "a次\n"
+    assert capsys.readouterr().out == "a次\n\nb\n"

@@ -38,7 +38,7 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(logging.getLogger("draftlab"), "level", logging.WARNING)
     monkeypatch.setattr(
-        "draftlab.reports.html.write_report", lambda folder, given: (folder, folder)
+        "draftlab.reports.html.write_report", lambda folder, given, **more: (folder, folder)
     )
     monkeypatch.setattr("draftlab.cli.probe._NUM_PROMPTS", 2)
     monkeypatch.setattr("draftlab.cli.probe._MAX_NEW_TOKENS", 6)

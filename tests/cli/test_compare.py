@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ def evaluated(tmp_path_factory):
     words += ["eval.samples=true", f"paths.outputs={outputs}"]
     runs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftlab.reports.html.write_report", lambda folder, given: (folder, folder))
+        patch.setattr(
+            "draftlab.reports.html.write_report", lambda folder, given, **more: (folder, folder)
+        )
         for more in ([], [], ["eval.max_new_tokens=8"]):
             assert main(["eval", *words, *more]) == 0
             known = {run.path for run in runs}
@@ -31,6 +34,18 @@ def test_equal_conditions_give_a_paired_table(evaluated, capsys):
     assert "ngram: tau" in printed
     assert "+0.0 %" in printed
     assert "prompts paired" in printed
+
+
+def test_two_evaluations_of_one_run_are_paired_by_their_suites(evaluated, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(evaluated[0], run)
+    shutil.copytree(run / "eval" / "smoke", run / "eval" / "smoke-2")
+    summary = run / "eval" / "smoke-2" / "summary.json"
+    summary.write_text(summary.read_text().replace('"suite": "smoke"', '"suite": "smoke-2"'))
+    assert main(["compare", str(run), str(run), "suite=smoke,smoke-2"]) == 0
+    assert "smoke-2 against smoke" in " ".join(capsys.readouterr().out.split())
+    assert main(["compare", str(run), str(run), "suite=smoke,smoke-2,smoke-3"]) == 2
+    assert "expected one suite, or two" in capsys.readouterr().err
 
 
 def test_other_conditions_are_named_and_refused(evaluated, capsys):

@@ -15,3 +15,12 @@ def test_what_is_missing_comes_with_its_cure(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_OPTIONAL", {"no_such_module": ("a thing", "pip install thing")})
     main(["doctor", f"paths.outputs={tmp_path}"])
     assert "not installed: a thing: pip install thing" in capsys.readouterr().out
+
+
+def test_outputs_that_cannot_be_written_are_missing(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["doctor", f"paths.outputs={file}"]) == 1
+    out = capsys.readouterr().out
+    assert "missing: a folder for outputs: cannot write into" in out
+    assert "demo model" in out

@@ -8,6 +8,7 @@ import pytest
 from draftlab.cli.generate import HELP, compute_alphas, summarise
 from draftlab.cli.main import main
 from draftlab.cli.schema import GenerateCommandSettings, settings_of
+from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.records import Generation, StepRecord
 from draftlab.errors import ConfigError
 from draftlab.evaluation.acceptance import compute_acceptance
@@ -65,8 +66,20 @@ def test_several_prompts_are_answered_in_order_at_any_batch_size(capsys, tmp_pat
     said = generate(capsys, f"prompts={path}", "decode.batch_size=1")
     assert said.err.strip().startswith("3 answers, ")
     assert generate(capsys, f"prompts={path}", "decode.batch_size=3").out == said.out
-    *_, third = said.out.split("> three\n")
-    assert generate(capsys, "prompt=three").out == third
+    alone = [generate(capsys, f"prompt={text}").out for text in ("one", "two", "three")]
+    assert said.out == "\n".join(alone)
+
+
+def test_prompts_that_are_too_long_are_named_by_line_before_any_is_answered(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Decoder, "generate", lambda *_, **__: pytest.fail("decoded"))
+    path = tmp_path / "questions.txt"
+    path.write_text("one\n\n" + "a" * 9000 + "\nfour\n" + "b" * 9000 + "\n")
+    assert main(["generate", f"prompts={path}", *WORDS]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(r"questions\.txt:3 has 9\d\d\d tokens, \S*questions\.txt:5 has", said.err)
 
 
 def test_stdin_is_read(capsys, monkeypatch):

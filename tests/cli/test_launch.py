@@ -1,10 +1,12 @@
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from draftlab.cli import launch, train_job
+from draftlab.cli.drafters import find_drafter_folder
 from draftlab.cli.launch import launch_training, prepare_run
 from draftlab.errors import CheckpointError, ConfigError, DraftlabError
 from draftlab.runs.run_dir import list_runs, open_run
@@ -90,6 +92,42 @@ def test_resume_takes_a_run_with_its_own_settings(outputs, trained):
         prepare_run([f"resume={run.path}", "seed=1"])
     with pytest.raises(CheckpointError, match="no run nowhere"):
         prepare_run(["resume=nowhere"])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    words = ["train.max_steps=1", "hardware.threads=1", "data.validation_fraction=0"]
+    return launch_training([*words, f"paths.outputs={tmp_path_factory.mktemp('finished')}"])
+
+
+def copy_of(run, folder):
+    return open_run(shutil.copytree(run.path, folder / "copy"))
+
+
+def test_a_finished_run_is_done_while_its_drafter_is_there(finished, trained):
+    assert launch_training([f"resume={finished.path}"]) == finished
+    assert trained == []
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_called_done(finished, trained, tmp_path):
+    run = copy_of(finished, tmp_path)
+    shutil.rmtree(run.checkpoints_path)
+    with pytest.raises(CheckpointError, match=r"is finished.*no checkpoint.*resume=never"):
+        launch_training([f"resume={run.path}"])
+    with pytest.raises(CheckpointError, match=r"checkpoints are gone; train it anew"):
+        find_drafter_folder(str(run.path))
+    assert trained == []
+
+
+def test_a_finished_run_with_damaged_weights_is_not_called_done(finished, trained, tmp_path):
+    run = copy_of(finished, tmp_path)
+    weights = run.checkpoint_path(1) / "drafter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"is finished.*has sha256.*resume=never"):
+        launch_training([f"resume={run.path}"])
+    shutil.rmtree(weights.parent)
+    with pytest.raises(CheckpointError, match=r"is finished.*names step-000001.*resume=never"):
+        launch_training([f"resume={run.path}"])
 
 
 def test_training_starts_from_a_kind_not_from_a_trained_drafter(outputs):

@@ -1,6 +1,8 @@
+import errno
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,42 @@ def test_an_error_of_ours_is_one_message_without_a_traceback(command, capsys, er
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "/runs/a"),
+        RuntimeError("while serializing: No space left on device (os error 28)"),
+        PermissionError(errno.EACCES, "Permission denied", "/runs/a"),
+    ],
+)
+def test_what_a_disk_refuses_is_one_sentence(command, capsys, error):
+    command(fail_with(error))
+    assert main(["doctor"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert err.startswith("draftlab doctor: cannot use ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_under_stdout_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "draftlab.cli.main", "recipes"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot write to standard output: no space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_of_a_thing_is_its_own_part(capsys):
+    assert main(["bench", "loss", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "usage: draftlab bench loss" in out
+    assert out.count("usage: ") == 1
+    assert main(["bench", "--help"]) == 0
+    assert capsys.readouterr().out.count("usage: ") > 4
+
+
 def test_another_error_shows_its_traceback(command, capsys):
     command(fail_with(ZeroDivisionError("oops")))
     assert main(["doctor"]) == 1
@@ -82,14 +120,25 @@ def test_another_error_shows_its_traceback(command, capsys):
 @pytest.mark.parametrize(
     ("stop", "again"),
     [
-        (KeyboardInterrupt(), "draftlab doctor 'init=My Run'"),
-        (KeyboardInterrupt("draftlab train resume=outputs/x"), "draftlab train resume=outputs/x"),
+        (KeyboardInterrupt(), "to start again: draftlab doctor 'init=My Run'"),
+        (
+            KeyboardInterrupt("draftlab train resume=outputs/x"),
+            "to go on: draftlab train resume=outputs/x",
+        ),
     ],
 )
 def test_an_interrupt_says_how_to_go_on(command, capsys, stop, again):
     command(fail_with(stop))
     assert main(["doctor", "init=My Run"]) == 130
-    assert capsys.readouterr().err.endswith(f"to go on: {again}\n")
+    assert capsys.readouterr().err.endswith(f"interrupted; {again}\n")
+
+
+def test_the_same_words_go_on_where_a_command_is_resumable(monkeypatch, capsys):
+    from draftlab.cli import regenerate
+
+    monkeypatch.setattr(regenerate, "run", fail_with(KeyboardInterrupt()))
+    assert main(["regenerate"]) == 130
+    assert "to go on: draftlab regenerate" in capsys.readouterr().err
 
 
 def test_a_command_without_a_file_is_a_clear_error(monkeypatch, capsys):

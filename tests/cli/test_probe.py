@@ -1,8 +1,14 @@
+import pytest
 import yaml
 
 from draftlab.cli.probe import AcceptanceProbe
 from draftlab.cli.probe_costs import StepCosts, measure_costs
-from draftlab.cli.probe_table import describe_probes, list_probes
+from draftlab.cli.probe_table import (
+    describe_probes,
+    list_probes,
+    warn_of_few_prompts,
+    warn_of_rising_loss,
+)
 from draftlab.decoding.records import Generation, StepRecord
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.drafters.base import drafter_class
@@ -80,9 +86,36 @@ def test_the_table_marks_each_columns_best_and_says_that_they_disagree():
         ["6", "1.0000*", "1.400", "-"],
     ]
     assert table[5] == (
-        "best loss at step 6, tau at step 4, tokens/s at step 2: they disagree; `best` follows tau"
+        "best loss at step 6, tau at step 4, tokens/s at step 2: they disagree; `best` follows tau, "
+        "of equals the last"
     )
     assert "they agree" in describe_probes(list_probes(METRICS[:3]), "tau")
+
+
+def test_of_equal_probes_the_last_is_marked_as_the_trainer_chooses_it():
+    equal = [{"step": step, "split": "validation", "accept/tau": 1.0} for step in (10, 20)]
+    assert "best tau at step 20" in describe_probes(list_probes(equal), "tau")
+
+
+@pytest.mark.parametrize(("count", "warns"), [(0, False), (1, True), (7, True), (8, False)])
+def test_a_choice_by_few_prompts_is_warned_of(count, warns):
+    warning = warn_of_few_prompts(count, "tau")
+    assert (warning is not None) == warns
+    if warning is not None:
+        assert f"{count} held-out prompt" in warning
+        assert "data.validation_fraction" in warning
+
+
+def test_a_loss_that_ends_far_above_its_beginning_is_warned_of():
+    def losses(*values):
+        return [{"step": i, "split": "train", "train/loss": x} for i, x in enumerate(values, 1)]
+
+    warning = warn_of_rising_loss(losses(5.0, 1e9, 3.6e36))
+    assert warning is not None
+    assert "rose from 5 to 3.6e+36 at step 3" in warning
+    assert warn_of_rising_loss(METRICS) is None
+    assert warn_of_rising_loss(losses(0.1, 0.3)) is None
+    assert warn_of_rising_loss([]) is None
 
 
 def test_a_probe_measures_and_counts_ranks_on_the_targets_answers(tmp_path):

@@ -23,6 +23,7 @@ def test_a_text_file_holds_one_question_a_line(tmp_path):
     path.write_text("What?\n\n  日本の首都は？ \n", encoding="utf-8")
     found = read_questions(None, str(path), tmp_path)
     assert asked(found) == [("What?", ["user"]), ("日本の首都は？", ["user"])]
+    assert [q.place for q in found] == ["my questions (1).txt:1", "my questions (1).txt:3"]
 
 
 def test_a_file_of_chats_is_asked_for_the_next_turn(tmp_path):
@@ -32,6 +33,7 @@ def test_a_file_of_chats_is_asked_for_the_next_turn(tmp_path):
     path.write_text(f'{json.dumps(chat)}\n{{"prompt": "Why?"}}\n')
     found = read_questions(None, str(path), tmp_path)
     assert asked(found) == [("And?", ["system", "user", "assistant", "user"]), ("Why?", ["user"])]
+    assert [q.place for q in found] == ["chats.jsonl:1", "chats.jsonl:2"]
 
 
 def test_stdin_is_many_questions_or_a_whole_one(tmp_path, monkeypatch):

@@ -34,10 +34,19 @@ def test_one_recipe_is_shown_composed_and_resolved(shipped, capsys):
     assert shown["paths"]["cache"] == "outputs/cache"
 
 
+def test_a_value_that_is_none_is_refused_and_open_keys_stay_open(capsys):
+    assert main(["recipes", "smoke/tiny", "optim.lr=abc"]) == 2
+    assert "optim.lr='abc'" in capsys.readouterr().err
+    assert main(["recipes", "company/finetune", "optim.lr=1e-4"]) == 0
+    assert "???" in capsys.readouterr().out
+
+
 def test_a_copy_can_be_edited_and_is_not_overwritten(shipped, tmp_path, capsys):
-    assert main(["recipes", "copy", "smoke/tiny", str(tmp_path / "mine")]) == 0
-    assert (tmp_path / "mine/tiny.yaml").read_text() == RECIPE
-    assert main(["recipes", "copy", "smoke/tiny", str(tmp_path / "mine")]) == 2
+    mine = str(tmp_path / "my own")
+    assert main(["recipes", "copy", "smoke/tiny", mine]) == 0
+    assert f"draftlab train 'recipe={mine}/tiny.yaml'" in capsys.readouterr().out
+    assert (tmp_path / "my own/tiny.yaml").read_text() == RECIPE
+    assert main(["recipes", "copy", "smoke/tiny", mine]) == 2
     assert "exists and is not overwritten" in capsys.readouterr().err
 
 

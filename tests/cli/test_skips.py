@@ -70,6 +70,18 @@ def test_an_interrupted_search_says_how_to_go_on_and_measures_only_the_rest(
     assert len(trials_of(run)) == 4
 
 
+def test_a_search_interrupted_before_its_first_trial_leaves_no_run(
+    words, tmp_path, capsys, monkeypatch
+):
+    def stop(state, trial):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(skips._State, "add", stop)
+    assert main(["skips", *words, "trials=4"]) == 130
+    assert "to start again: draftlab skips target=tiny" in capsys.readouterr().err
+    assert list_runs(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

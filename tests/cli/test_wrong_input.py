@@ -1,6 +1,7 @@
 """What a user gets wrong ends with one clear error and exit code 2, before any heavy work."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -38,8 +39,9 @@ def no_target(monkeypatch):
     def load(settings):
         raise AssertionError("a target was loaded")
 
-    monkeypatch.setattr("draftlab.targets.load.load_target", load)
+    # in this order: train_job, if it is imported here, must find the true one
     monkeypatch.setattr("draftlab.cli.train_job.load_target", load)
+    monkeypatch.setattr("draftlab.targets.load.load_target", load)
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "generate", "regenerate"])
@@ -102,6 +104,110 @@ def test_a_disk_that_is_too_small(refuse, no_target, tmp_path, monkeypatch):
     assert "1 MiB free and this run may write" in said
     assert "paths.outputs=FOLDER" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", []),
+        ("check", []),
+        ("regenerate", []),
+        ("demo", []),
+        ("eval", ["drafter=ngram"]),
+        ("audit", ["drafter=ngram"]),
+        ("skips", []),
+    ],
+)
+def test_outputs_that_are_a_file(no_target, tmp_path, capsys, command, words):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main([command, *words, f"paths.outputs={file}", "hardware.threads=1"]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot write into {file}: {file} is no folder; pass paths.outputs=FOLDER" in said
+    assert "Traceback" not in said
+
+
+def test_an_export_into_a_file(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    save_drafter(
+        build_drafter(
+            parse_drafter(compose("train", ["drafter=medusa"]).data["drafter"]),
+            tiny_target(dtype=torch.float32).view,
+        ),
+        tmp_path / "drafter",
+        extra={},
+    )
+    words = [f"drafter={tmp_path / 'drafter'}", f"out={file / 'mine'}"]
+    assert main(["export", *words]) == 2
+    assert "is no folder; pass out=FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "train", "regenerate"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optim.lr=inf"], "optim.lr='inf': expected a finite number"),
+        (["train.row_tokens=1"], "train.row_tokens='1'"),
+        (["data.max_tokens=1"], "data.max_tokens='1'"),
+        (["decode.temperature=-1"], "temperature=-1"),
+        (["regenerate.temperature=-1"], "temperature=-1"),
+        (["decode.top_p=2"], "top_p=2"),
+    ],
+)
+def test_numbers_that_cannot_work(refuse, no_target, tmp_path, command, words, message):
+    assert message in refuse(command, *words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "train", "demo"])
+def test_a_tracker_that_is_not_installed(refuse, no_target, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    said = refuse(command, "tracker=tensorboard")
+    assert "pip install 'draftlab[trackers]'" in said
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no chat"),
+        ("\n \n", "holds no chat"),
+        (json.dumps({"messages": CHAT["messages"][:1]}), "pass data.answers=target"),
+    ],
+)
+def test_data_with_nothing_to_learn(refuse, no_target, tmp_path, command, text, message):
+    path = tmp_path / "own.jsonl"
+    path.write_text(text)
+    said = refuse(command, "data=jsonl", f"data.paths={path}")
+    assert message in said
+    assert "draftlab regenerate" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_drafter_to_start_from_that_is_cut_short(refuse, no_target, foreign, command):
+    file = foreign / "drafter.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert "damaged" in refuse(command, f"init={foreign}")
+
+
+@pytest.mark.parametrize(("command", "key"), [("eval", "eval.prompts"), ("generate", "prompts")])
+def test_no_setting_is_advised_that_has_no_effect(refuse, no_target, tmp_path, command, key):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("[1]\n")
+    said = refuse(command, "drafter=ngram", f"{key}={path}")
+    assert "bad.jsonl:1: not an object" in said
+    assert "on_bad_line" not in said
+
+
+def test_bad_lines_that_are_skipped_are_listed_once(tmp_path, capsys, caplog):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(CHAT) + "\n[1]\n")
+    words = ["data=jsonl", f"data.paths={path}", "data.on_bad_line=skip"]
+    assert main(["check", *words]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err + caplog.text).count("own.jsonl:2: not an object") == 1
 
 
 def test_a_tokenizer_of_another_model(refuse, tmp_path):

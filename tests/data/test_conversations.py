@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -172,3 +173,26 @@ def test_a_prompt_to_answer_ends_before_the_last_answer():
     assert prompt is not None
     assert prompt.messages == tuple(turns[:3])
     assert to_prompt(Conversation("c", "d", ({"role": "system", "content": "s"},))) is None
+
+
+def test_a_compressed_file_is_told_and_how_to_unpack_it(tmp_path):
+    path = tmp_path / "two words.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(DataError, match=r"compressed by gzip.*gunzip -k '.*two words\.jsonl\.gz'"):
+        read(path, tmp_path)
+
+
+def test_a_text_without_an_end_is_told_once_where_it_starts(tmp_path):
+    path = tmp_path / "torn.jsonl"
+    path.write_text('{"messages": "Hi')
+    with pytest.raises(DataError, match=r"Unterminated string starting at column 14"):
+        read(path, tmp_path)
+
+
+def test_a_setting_is_advised_only_where_there_is_one(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("[1]")
+    with pytest.raises(DataError) as caught:
+        read(path, tmp_path, on_bad_line=None)
+    assert "on_bad_line" not in str(caught.value)
+    assert "repair them, or take them out" in str(caught.value)

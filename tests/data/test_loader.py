@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 
-from draftlab.data.loader import prepare, read_split
+from draftlab.data.loader import prepare, read_split, read_training_chats
 from draftlab.data.packing import PackedRow, collate
 from draftlab.data.settings import DataSettings
 from draftlab.errors import DataError
 
+ASKED = {"messages": [{"role": "user", "content": "Is it on?"}]}
+CHAT = {"messages": [*ASKED["messages"], {"role": "assistant", "content": "It is."}]}
 DEFAULTS = {
     "kind": "jsonl", "paths": (), "hub_name": None, "hub_subset": None, "hub_split": "train",
     "answers": "given",
@@ -66,6 +68,38 @@ def test_text_that_is_no_rendered_chat_is_a_bad_line(cases, chatml, tmp_path):
     report = prepare(settings, chatml, tmp_path, VOCAB).report
     assert [line.split(":")[1] for line in report.bad_lines] == ["3", "6", "7", "8", "9"]
     assert "skipped 5 bad lines" in report.describe()
+
+
+def test_a_dropped_chat_is_named_by_its_line(chatml, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(CHAT) + '\n{"messages": []}\n', encoding="utf-8")
+    report = prepare(settings_for(path), chatml, tmp_path, VOCAB).report
+    assert "dropped 1: empty chat\n  own.jsonl:2 (own.jsonl:2): empty chat" in report.describe()
+
+
+@pytest.mark.parametrize(
+    ("lines", "keys", "said"),
+    [
+        ([], {}, r"own\.jsonl holds no chat; expected a JSON object a line"),
+        (["", "  "], {}, r"own\.jsonl holds no chat"),
+        ([ASKED], {}, r"no answer \(1\)(.|\n)*own\.jsonl:1(.|\n)*pass data\.answers=target"),
+        ([{"messages": []}], {"answers": "target"}, r"no question \(1\)(.|\n)*a user's turn"),
+    ],
+)
+def test_data_that_teaches_nothing_is_refused_without_a_tokenizer(lines, keys, said, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    with pytest.raises(DataError, match=said):
+        read_training_chats(settings_for(path, **keys), tmp_path)
+
+
+def test_chats_that_are_all_held_out_train_where_answers_are_given(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(CHAT), encoding="utf-8")
+    given = settings_for(path, validation_fraction=0.999999)
+    assert len(read_training_chats(given, tmp_path).conversations) == 1
+    with pytest.raises(DataError, match=r"validation_fraction=0\.999999 holds out all 1 chats"):
+        read_training_chats(given.model_copy(update={"answers": "target"}), tmp_path)
 
 
 @pytest.mark.parametrize("where", ["inside", "on the end marker", "just before it"])
@@ -256,5 +290,5 @@ def test_the_shipped_prompts_need_the_targets_answers_first(chatml, tmp_path):
         **{**DEFAULTS, "kind": "builtin", "answers": "target", "max_samples": 5}
     )
     assert len(read_split(settings, "train", tmp_path).conversations) == 5
-    with pytest.raises(DataError, match=r"hold no answers.*draftlab regenerate"):
+    with pytest.raises(DataError, match=r"hold no answers.*pass data\.answers=target"):
         prepare(settings, chatml, tmp_path, VOCAB)

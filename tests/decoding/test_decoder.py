@@ -123,8 +123,28 @@ def test_a_prompt_that_leaves_no_room_is_refused(target):
     prompt = [1] * target.spec.max_positions
     with pytest.raises(ConfigError, match=f"{target.spec.max_positions} tokens"):
         Decoder(target, None, decode_settings()).generate([prompt])
-    with pytest.raises(ConfigError, match="prompt 1 is empty"):
+    with pytest.raises(ConfigError, match=r"prompts\[1\] is empty"):
         Decoder(target, None, decode_settings()).generate([[1], []])
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_1_is_refused_and_never_taken_for_the_settings(target, limit):
+    decoder = Decoder(target, None, decode_settings())
+    with pytest.raises(ConfigError, match=f"max_new_tokens={limit} of prompts"):
+        decoder.generate([[1, 2]], max_new_tokens=limit)
+    with pytest.raises(ConfigError, match=f"batch_size={limit}; expected 1 or more"):
+        decoder.generate([[1, 2]], batch_size=limit)
+
+
+def test_ids_outside_the_vocabulary_are_refused_by_name(target):
+    last = target.spec.vocab_size - 1
+    decoder = Decoder(target, None, decode_settings(max_new_tokens=1))
+    for wrong in (999999, last + 1, -1):
+        with pytest.raises(
+            ConfigError, match=rf"prompts\[1\] holds token id {wrong},.*0 to {last}"
+        ):
+            decoder.generate([[1], [5, wrong, 7]])
+    assert len(decoder.generate([[last]])) == 1
 
 
 def test_step_records_count_what_was_drafted_accepted_and_emitted(target, prompts, plain, knows):

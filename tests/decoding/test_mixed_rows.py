@@ -154,7 +154,7 @@ def test_as_many_settings_as_prompts_are_asked_for(target, prompts):
     decoder = Decoder(target, None, decode_settings())
     with pytest.raises(ConfigError, match="sampling has 2 entries for 7 prompts"):
         decoder.generate(prompts, sampling=[Sampling(), Sampling()])
-    with pytest.raises(ConfigError, match=r"max_new_tokens=0 of prompt 1"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens=0 of prompts\[1\]"):
         decoder.generate(prompts[:2], max_new_tokens=[3, 0])
     with pytest.raises(ConfigError, match="logit_bias names id 9999"):
         decoder.generate(prompts, sampling=Sampling(logit_bias=((9999, 1.0),)))

@@ -41,13 +41,14 @@ def test_the_checksums_are_those_of_the_files(target, build, settings, tmp_path)
 
 
 def test_the_serve_command_survives_the_shell(target, build, settings, tmp_path):
-    folder = tmp_path / "it's mine (1)"
+    folder = tmp_path / "it's mine (1) ü"
     result = export_drafter(
         build("eagle3"),
         target.view,
         settings(num_draft_tokens=6, target_name_or_path="org/model"),
         folder,
     )
+    assert "(1) ü" in result.serve_command
     words = shlex.split(result.serve_command)
     assert words[:4] == ["vllm", "serve", "org/model", "--speculative-config"]
     assert json.loads(words[4]) == {

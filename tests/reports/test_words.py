@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from draftlab.evaluation.results import Defect, Estimate
-from draftlab.reports.words import interval, speed_side, times, verdict
+from draftlab.reports.words import interval, speed_side, times, verdict, weights
 
 
 def with_speedup(result, value, low, high):
@@ -70,3 +70,8 @@ def test_the_whole_interval_must_clear_one():
     assert speed_side(Estimate(1.2, 0.99, 1.4, 9, "t"), 0.0) == "unclear"
     assert speed_side(Estimate(1.2, 1.01, 1.4, 9, "t"), 0.0) == "faster"
     assert speed_side(Estimate(1.2, 1.01, 1.4, 9, "t"), 0.02) == "unclear"
+
+
+def test_few_weights_are_not_written_as_none():
+    assert [weights(n) for n in (16_640, 123_456, 7_200_000)] == ["16.6 K", "0.1 M", "7.2 M"]
+    assert weights(123_456, 2) == "0.12 M"

@@ -69,6 +69,25 @@ def test_a_held_run_is_running_and_cannot_be_held_again(tmp_path):
     assert not run.is_running
 
 
+def test_looking_whether_a_run_is_running_writes_nothing(tmp_path):
+    run = create_run(tmp_path, "adhoc")
+    assert not run.is_running
+    assert list(run.path.iterdir()) == []
+    with run.hold():
+        pass
+    assert not run.is_running
+
+
+def test_a_run_that_cannot_be_written_is_refused_with_a_way_out(tmp_path):
+    run = create_run(tmp_path, "adhoc")
+    (run.path / ".lock").mkdir()  # as root, permissions would refuse nothing
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write into run .*paths\.outputs"),
+        run.hold(),
+    ):
+        pass
+
+
 def test_runs_are_listed_by_time_over_all_families(tmp_path):
     for name, run_id in (("b", "20260102-1"), ("a/x", "20260103-1"), ("c", "20260101-1")):
         create_run(tmp_path, name, run_id=run_id).write_config({})

@@ -34,7 +34,7 @@ def test_tensorboard_files_lie_in_the_run(tmp_path):
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"draftlab\[trackers\]"):
         open_tracker(settings("tensorboard"), RunDir(tmp_path), {})
 

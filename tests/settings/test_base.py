@@ -1,8 +1,8 @@
 import pytest
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from draftlab.errors import ConfigError
-from draftlab.settings.base import Settings, parse_settings
+from draftlab.settings.base import Settings, parse_settings, read_mapping
 
 
 class Inner(Settings):
@@ -45,3 +45,68 @@ def test_a_wrong_value_and_a_missing_key_are_told_together():
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         parse_settings(Outer, GOOD).names = ()
+
+
+class Crossed(Settings):
+    low: int
+    high: int
+    many: dict[str, int]
+
+    @model_validator(mode="after")
+    def _check(self) -> "Crossed":
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} exceeds high={self.high}; expected at most that")
+        if self.low == self.high:
+            raise ValueError(f"crossed.low={self.low} is crossed.high; lower it")
+        if self.low < 0:
+            raise ValueError("expected a number above 0 somewhere")
+        return self
+
+
+class Holder(Settings):
+    crossed: Crossed
+
+
+class Biased(Settings):
+    bias: dict[int, float]
+
+
+def test_a_wrong_key_of_a_mapping_is_named_as_such():
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Biased, {"bias": {"x": 1.0}}, where="decode")
+    assert str(caught.value) == "decode.bias has the key 'x': expected a whole number"
+
+
+@pytest.mark.parametrize(
+    ("low", "message"),
+    [
+        (3, "crossed.low=3 exceeds high=2; expected at most that"),
+        (2, "crossed.low=2 is crossed.high; lower it"),
+        (-1, "crossed: expected a number above 0 somewhere"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_named_and_the_rest_of_the_group_is_not(low, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Holder, {"crossed": {"low": low, "high": 2, "many": {"a": 1}}})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("names", "ngram", "names='ngram': expected a list, such as [a,b]"),
+        ("inner", {"num_heads": "x", "lr": 1}, "inner.num_heads='x': expected a whole number"),
+        ("inner", {"num_heads": 1, "lr": "x"}, "inner.lr='x': expected a number"),
+        ("inner", {"num_heads": 0, "lr": 1}, "inner.num_heads=0: expected greater than 0"),
+    ],
+)
+def test_what_was_expected_is_told_in_words(key, value, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Outer, {**GOOD, key: value})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["{12:5.0}", "{12: 5.0}", "{ 12:5.0 }"])
+def test_a_mapping_needs_no_space_behind_its_colons(text):
+    assert read_mapping(text) == {12: 5.0}
+    assert read_mapping("{a:1,b:[2,3],c: x:y}") == {"a": 1, "b": [2, 3], "c": "x:y"}

@@ -161,6 +161,12 @@ def test_a_misspelt_key_is_named_with_near_ones(conf):
         compose("train", ["sead=3"], conf=conf)
 
 
+def test_a_key_like_no_other_names_the_known_ones_and_no_near_ones(conf):
+    with pytest.raises(ConfigError, match=r"unknown key foo; known: .*seed") as caught:
+        compose("train", ["foo=bar"], conf=conf)
+    assert "nearest" not in str(caught.value)
+
+
 def test_a_key_below_a_plain_value_is_refused(conf):
     with pytest.raises(ConfigError, match=r"unknown key seed\.x; seed has no keys below it"):
         compose("train", ["seed.x=3"], conf=conf)

@@ -127,7 +127,7 @@ def test_the_last_step_is_saved_off_the_interval(target, tmp_path):
 
 
 def test_the_best_checkpoint_has_the_highest_tau_and_survives_rotation(target, tmp_path):
-    taus = {1: 1.2, 2: 1.9, 3: 1.4, 4: 1.9, 5: 1.3}
+    taus = {1: 1.2, 2: 1.9, 3: 1.4, 4: 1.8, 5: 1.3}
     seen = []
 
     def probe(step, drafter):
@@ -143,6 +143,19 @@ def test_the_best_checkpoint_has_the_highest_tau_and_survives_rotation(target, t
     assert seen == [(step, False) for step in taus]
     assert drafter.training
     assert numbers.column("accept/tau") == taus
+
+
+def test_of_equal_probes_the_last_makes_the_best_checkpoint(target, tmp_path):
+    train = train_settings(max_steps=3, save_every_steps=1)
+    taus = {1: 1.0, 2: 1.0, 3: 0.9}
+    result, _, _ = run_training(
+        tmp_path,
+        answers=ANSWERS,
+        target=target,
+        train=train,
+        on_checkpoint=lambda step, _: {"tau": taus[step]},
+    )
+    assert (result.best.name, result.best_tau) == ("step-000002", 1.0)
 
 
 def test_the_best_checkpoint_follows_tokens_per_s_where_that_is_asked(target, tmp_path):
@@ -172,9 +185,10 @@ def test_training_ends_when_patience_does_and_stays_ended(target, tmp_path):
     options = {"answers": ANSWERS, "target": target, "train": train, "on_checkpoint": probe}
     result, _, _ = run_training(tmp_path, **options)
     assert seen == [1, 2, 3, 4, 5]
-    assert (result.total_steps, result.best.name) == (5, "step-000003")
+    # an equal probe is the newer best and brings nothing better
+    assert (result.total_steps, result.best.name) == (5, "step-000004")
     again, _, _ = run_training(tmp_path, resume_from=tmp_path, **options)
-    assert (again.total_steps, again.best.name) == (5, "step-000003")
+    assert (again.total_steps, again.best.name) == (5, "step-000004")
     assert seen == [1, 2, 3, 4, 5]
 
 
