@@ -6,6 +6,7 @@ takes its place. Loss rule: a prediction counts when the token *predicted* is le
 row t at depth s counts when token t + 2 + s is. Read _unroll, then the kinds.
 """
 
+import math
 from abc import abstractmethod
 from typing import Any
 
@@ -106,7 +107,7 @@ class SelfFedHead(FeatureDrafter[S], kind=None, settings=LossSettings):
         """Add uniform noise while training."""
         if not self.training or half_width == 0:
             return features
-        drawn = noise.uniform(batch.sample_ids, features.shape[2:].numel(), purpose)
+        drawn = noise.uniform(batch.sample_ids, math.prod(features.shape[2:]), purpose)
         return features + (2 * drawn.view(features.shape) - 1).to(features.dtype) * half_width
 
     # ---------------------------------------------------------------- decoding

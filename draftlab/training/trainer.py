@@ -164,6 +164,8 @@ class Trainer:
         self._best: _Best | None = None
         self._idle_probes = 0
         self._done = 0
+        # all have looked at the folder before the first of them writes there
+        self.accelerator.wait_for_everyone()
 
     def _spread_over_processes(self) -> tuple[Any, list[Optimizer], list[Any]]:
         """Wrap the loss so that all processes take the same steps, and build the optimizers."""
