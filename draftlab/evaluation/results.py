@@ -352,6 +352,13 @@ def differing_conditions(first: EvalResult, second: EvalResult) -> list[str]:
     ]
 
 
+def half_width(noise: Estimate | None) -> float:
+    """How far from 1 the baseline measured against itself may lie; 0 where that was not run."""
+    if noise is None or noise.low is None or noise.high is None:
+        return 0.0
+    return max(abs(noise.high - 1), abs(1 - noise.low))
+
+
 def merge(first: EvalResult, second: EvalResult) -> EvalResult:
     """Put two stages of one evaluation together; an arm of the later stage replaces the earlier.
 
@@ -369,7 +376,9 @@ def merge(first: EvalResult, second: EvalResult) -> EvalResult:
         )
     arms = {arm.name: arm for arm in first.arms}
     arms.update({arm.name: arm for arm in second.arms})
-    noise = second.noise_floor or first.noise_floor
+    # arms of both are judged by it: a calm stage says nothing of a disturbed one
+    floors = [each.noise_floor for each in (second, first) if each.noise_floor is not None]
+    noise = max(floors, key=half_width, default=None)
     return replace(second, arms=tuple(arms.values()), noise_floor=noise)
 
 

@@ -10,10 +10,12 @@ from draftlab.evaluation.results import (
     Estimate,
     EvalResult,
     SpeedStats,
+    half_width,
 )
 
 Tone = Literal["good", "mixed", "bad"]
 NOTHING = "–"
+_LEAST_STEP_COST = 0.9  # in plain steps; it contains one, so less is a disturbed machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +78,6 @@ def plural(n: int, word: str) -> str:
     return f"{count(n)} {word}" if n == 1 else f"{count(n)} {word}s"
 
 
-def noise_half_width(result: EvalResult) -> float:
-    """How far from 1 the baseline measured against itself may lie; 0 where that was not run."""
-    noise = result.noise_floor
-    if noise is None or noise.low is None or noise.high is None:
-        return 0.0
-    return max(abs(noise.high - 1), abs(1 - noise.low))
-
-
 def speed_side(speedup: Estimate, noise: float) -> Literal["faster", "slower", "unclear"]:
     """Decide what a speedup supports: its whole interval must clear 1 and the noise floor."""
     if speedup.low is None or speedup.high is None:
@@ -93,6 +87,12 @@ def speed_side(speedup: Estimate, noise: float) -> Literal["faster", "slower", "
     if speedup.high < 1 - noise:
         return "slower"
     return "unclear"
+
+
+def _side(speed: SpeedStats, result: EvalResult) -> Literal["faster", "slower", "unclear"]:
+    """Decide what an arm's speed supports; times that cannot be support no gain."""
+    side = speed_side(speed.speedup, half_width(result.noise_floor))
+    return "unclear" if side == "faster" and speed.step_ratio < _LEAST_STEP_COST else side
 
 
 def best_arm(result: EvalResult) -> ArmResult:
@@ -110,7 +110,7 @@ def verdict(result: EvalResult) -> Verdict:
     best = best_arm(result)
     lines = [lossy_words(arm) for arm in result.arms if arm.is_lossy]
     lines += [line for arm in result.arms if (line := _arm_line(arm, result))]
-    if best.speed and speed_side(best.speed.speedup, noise_half_width(result)) != "faster":
+    if best.speed and _side(best.speed, result) != "faster":
         lines.append(why_not_faster(best.name, best.speed))
     lines += [
         f"{arm.name}: {audit_words(arm.audit, is_lossy=arm.is_lossy)}"
@@ -138,7 +138,7 @@ def _headline(best: ArmResult, result: EvalResult) -> str:
         tau = number(best.acceptance.tau.value)
         return f"{best.name} emits {tau} tokens a verify step{unchanged}; speed was not measured."
     speedup = best.speed.speedup
-    side = speed_side(speedup, noise_half_width(result))
+    side = _side(best.speed, result)
     ci = f" (95 % CI {interval(speedup)})" if interval(speedup) else ""
     if side == "faster":
         return (
@@ -182,7 +182,7 @@ def _unchanged(arm: ArmResult) -> str:
 def _tone(best: ArmResult, result: EvalResult) -> Tone:
     if best.speed is None or best.audit is None:
         return "mixed"
-    side = speed_side(best.speed.speedup, noise_half_width(result))
+    side = _side(best.speed, result)
     if best.is_lossy and side == "faster":
         return "mixed"
     return {"faster": "good", "slower": "bad", "unclear": "mixed"}[side]  # type: ignore[return-value]
@@ -202,7 +202,7 @@ def _arm_line(arm: ArmResult, result: EvalResult) -> str:
         f"{plural(speedup.num_prompts, 'prompt')}), {1 / arm.speed.baseline_token_s:.1f} to "
         f"{1 / arm.speed.token_s:.1f} tokens/s at batch 1"
     )
-    side = speed_side(speedup, noise_half_width(result))
+    side = _side(arm.speed, result)
     if side == "slower":
         return f"{line}: slower than plain decoding."
     if side == "unclear" and ci:
@@ -213,6 +213,11 @@ def _arm_line(arm: ArmResult, result: EvalResult) -> str:
 def why_not_faster(name: str, speed: SpeedStats) -> str:
     """Say in one sentence what a drafter's speed is up against."""
     cost = number(speed.step_ratio)
+    if speed.step_ratio < _LEAST_STEP_COST:
+        return (
+            f"Why: a verify step of {name} was measured at {cost} plain steps, and it contains "
+            "one: the machine was disturbed; measure again on an idle one."
+        )
     end = "" if speed.tau <= speed.step_ratio else ", too little above it to be told from noise"
     return (
         f"Why: a verify step of {name} costs {cost} plain steps (drafting "

@@ -12,6 +12,7 @@ from draftlab.data.batch import TokenBatch
 from draftlab.drafters.base import DraftBudget, Observation
 from draftlab.objectives.named import objective
 from draftlab.objectives.rows import score_rows
+from draftlab.randomness import Noise
 from draftlab.sampling import GREEDY
 
 
@@ -261,3 +262,18 @@ def replayed_laws(drafter, target, text, paths, temperature=1.0):
         logits = reference_chain(drafter, features, [*text, *path], count, len(path))[-1]
         laws.append((logits[:size] / temperature).softmax(-1))
     return laws
+
+
+def train_shortly(drafter, target):
+    """Train on four answers for 40 steps; give the loss of each."""
+    batch = make_batch([(random_tokens(20, seed), 4) for seed in range(4)], 40)
+    features = target.read_features(batch, drafter.needs)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        loss = drafter(batch, features, Noise(0))
+        optimizer.zero_grad()
+        loss.total.backward()
+        optimizer.step()
+        losses.append(loss)
+    return losses

@@ -4,7 +4,16 @@ import pytest
 import torch
 from block_kit import anchors_of, reference_block, support_of
 from building import REDUCED, build
-from eagle_kit import features_of, make_batch, observe, opened, propose, random_tokens, samples
+from eagle_kit import (
+    features_of,
+    make_batch,
+    observe,
+    opened,
+    propose,
+    random_tokens,
+    samples,
+    train_shortly,
+)
 
 from draftlab.drafters.tree import StaticTree
 from draftlab.objectives.named import objective
@@ -104,16 +113,7 @@ def test_in_a_mean_over_tokens_an_eighth_of_them_speaks_for_all_in_the_confidenc
 
 def test_training_lowers_the_loss_and_the_confidence_learns_the_acceptance(target):
     drafter = spark(target, num_layers=1, objective="forward_kl", confidence_weight=1.0)
-    batch = make_batch([(random_tokens(20, seed), 4) for seed in range(4)], 40)
-    features = target.read_features(batch, drafter.needs)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        loss = drafter(batch, features, Noise(0))
-        optimizer.zero_grad()
-        loss.total.backward()
-        optimizer.step()
-        losses.append(loss)
+    losses = train_shortly(drafter, target)
     assert losses[-1].total < 0.2 * losses[0].total
 
     told, wanted = [], []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from building import REDUCED, SMALL, build, settings
-from eagle_kit import make_batch, observe, opened, propose, random_tokens, samples
+from eagle_kit import make_batch, observe, opened, propose, random_tokens, samples, train_shortly
 
 from draftlab.drafters.tree import DynamicTree
 from draftlab.errors import ConfigError
@@ -33,16 +33,7 @@ def test_training_on_a_few_answers_lowers_the_loss_and_raises_acceptance(
     target, kind, changes, left
 ):
     drafter = build(kind, target, **changes)
-    batch = make_batch([(random_tokens(20, seed), 4) for seed in range(4)], 40)
-    features = target.read_features(batch, drafter.needs)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        loss = drafter(batch, features, Noise(0))
-        optimizer.zero_grad()
-        loss.total.backward()
-        optimizer.step()
-        losses.append(loss)
+    losses = train_shortly(drafter, target)
     assert losses[-1].total < left * losses[0].total
     assert losses[-1].overlap_sum.sum() > losses[0].overlap_sum.sum() + 10
 

@@ -10,6 +10,7 @@ from draftlab.evaluation.results import (
     ArmResult,
     Conditions,
     DomainResult,
+    Estimate,
     EvalResult,
     merge,
     read_result,
@@ -37,6 +38,18 @@ def test_a_result_survives_json_exactly():
 def test_stages_merge_in_order_and_a_repeated_arm_is_replaced():
     merged = merge(result_of("ngram", "eagle3"), result_of("eagle3", "medusa"))
     assert [arm.name for arm in merged.arms] == ["ngram", "eagle3", "medusa"]
+
+
+@pytest.mark.parametrize("disturbed_first", [True, False])
+def test_arms_of_both_stages_are_judged_by_the_wider_noise_floor(disturbed_first):
+    calm, disturbed = Estimate(1.0, 0.99, 1.01, 36, "t"), Estimate(1.1, 0.4, 1.5, 36, "t")
+    floors = (disturbed, calm) if disturbed_first else (calm, disturbed)
+    stages = [
+        replace(result_of(name), noise_floor=floor)
+        for name, floor in zip(("ngram", "eagle3"), floors, strict=True)
+    ]
+    assert merge(*stages).noise_floor == disturbed
+    assert merge(stages[0], replace(stages[1], noise_floor=None)).noise_floor == floors[0]
 
 
 def test_stages_under_other_conditions_are_refused_by_name():

@@ -38,6 +38,17 @@ def test_an_interval_within_the_noise_floor_supports_no_claim(result):
     assert verdict(noisy).headline.startswith("No difference in speed can be claimed")
 
 
+def test_a_step_cheaper_than_the_plain_one_it_contains_supports_no_claim(result):
+    fast = with_speedup(result, 2.37, 1.3, 4.31)
+    speed = fast.arms[0].speed
+    slow_baseline = replace(speed, baseline_step_s=speed.step.total_s / 0.58)
+    told = verdict(replace(fast, arms=(replace(fast.arms[0], speed=slow_baseline),)))
+    assert told.headline.startswith("No difference in speed can be claimed")
+    assert told.tone == "mixed"
+    assert any("measured at 0.58 plain steps" in line for line in told.lines)
+    assert verdict(fast).tone == "good"
+
+
 def test_too_few_prompts_support_no_claim(result):
     few = with_speedup(result, 1.5, None, None)
     assert "too few to claim" in verdict(few).headline
