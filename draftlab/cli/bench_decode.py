@@ -54,7 +54,11 @@ def run(words: Sequence[str]) -> int:
     from draftlab.cli.bench_peers import find_vllm, time_vllm
     from draftlab.cli.drafters import compose_for_drafters
     from draftlab.cli.hardware import apply_hardware, place_drafters
-    from draftlab.cli.measure import load_eval_prompts, require_eval_prompts
+    from draftlab.cli.measure import (
+        load_eval_prompts,
+        require_decoding,
+        require_eval_prompts,
+    )
     from draftlab.cli.progress import Ticker
     from draftlab.cli.schema import EvalCommandSettings, settings_of
     from draftlab.decoding.timing import DeviceClock
@@ -67,6 +71,7 @@ def run(words: Sequence[str]) -> int:
     settings = settings_of(EvalCommandSettings, compose_for_drafters("eval", rest))
     if settings.decode.temperature != 0:
         raise ConfigError("bench decode compares greedy decoding; pass decode=greedy")
+    require_decoding(settings.decode)
     vllm = find_vllm(options["vllm_python"])
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
     apply_hardware(settings.hardware, places_drafters=True)

@@ -61,6 +61,7 @@ def run(args: Sequence[str]) -> int:
     from draftlab.cli.answer_stream import AnswerStream, open_screen
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters
+    from draftlab.cli.measure import require_decoding
     from draftlab.cli.questions import Question, read_questions
     from draftlab.cli.schema import GenerateCommandSettings, settings_of
     from draftlab.data.template import RowProblem
@@ -70,6 +71,7 @@ def run(args: Sequence[str]) -> int:
     from draftlab.targets.load import load_target
 
     settings = settings_of(GenerateCommandSettings, compose_for_drafters("generate", words))
+    require_decoding(settings.decode)
     questions = read_questions(settings.prompt, settings.prompts, settings.paths.cache)
     apply_hardware(settings.hardware, places_drafters=True)
     target = load_target(settings.target)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from draftlab.shapes import Float, Tensor
+from draftlab.targets.huge_pages import ask_for_huge_pages
 
 _PACKABLE = (torch.float32, torch.bfloat16)
 
@@ -36,6 +37,7 @@ class PackedLinear:
         if can_pack(weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
             self._plain = None
+            _on_huge_pages(self._packed)
 
     @property
     def is_packed(self) -> bool:
@@ -67,3 +69,9 @@ def can_pack(weight: Float[Tensor, "N D"]) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def _on_huge_pages(packed: Tensor) -> None:
+    if hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes"):
+        address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+        ask_for_huge_pages(address, size)

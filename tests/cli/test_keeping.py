@@ -181,7 +181,9 @@ def test_what_was_measured_in_a_run_of_its_own_is_listed_as_done(tmp_path, capsy
     assert capsys.readouterr().out.splitlines()[1].split()[1] == "done"
 
 
-@pytest.mark.parametrize("command", ["eval", "audit", "skips"])
+@pytest.mark.parametrize(
+    "command", [["eval"], ["audit"], ["skips"], ["generate", "prompt=Hi"]], ids="-".join
+)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -202,7 +204,7 @@ def test_a_law_or_rule_that_cannot_work_is_refused_before_a_target_is_loaded(
         raise AssertionError("a target was loaded")
 
     monkeypatch.setattr("draftlab.targets.load.load_target", load)
-    assert main([command, *words, f"paths.outputs={tmp_path / 'out'}"]) == 2
+    assert main([*command, *words, f"paths.outputs={tmp_path / 'out'}"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
