@@ -35,9 +35,9 @@ class PackedLinear:
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
         if can_pack(weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-            self._plain = None
-            _on_huge_pages(self._packed)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+            _on_huge_pages(packed)
+            self._packed, self._plain = packed, None
 
     @property
     def is_packed(self) -> bool:
