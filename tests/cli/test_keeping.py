@@ -209,6 +209,15 @@ def test_a_law_or_rule_that_cannot_work_is_refused_before_a_target_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_bench_of_a_law_that_is_none_is_refused_before_a_target_is_loaded(monkeypatch, capsys):
+    def load(settings):
+        raise AssertionError("a target was loaded")
+
+    monkeypatch.setattr("draftlab.targets.load.load_target", load)
+    assert main(["bench", "decode", "decode.top_p=0.5"]) == 2
+    assert "cannot take effect at temperature 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rule", "more"),
     [
