@@ -332,5 +332,6 @@ def _conditions(target: "Target", prompts: int, tokens: int, repeats: int) -> di
         "machine": machine,
         "versions": versions,
         "kernels": target.report["kernels"],
+        "attention": target.report.get("attention"),
         "device": str(target.device),
     }

@@ -114,7 +114,7 @@ def _build(build: Callable[..., Any], sizes: Any, device: Any) -> tuple[Any, dic
     target = build(sizes, device)
     parameters = sum(p.numel() for p in target.model.parameters())
     told = {"name": target.spec.name, "parameters": parameters, "dtype": target.spec.dtype}
-    for key in ("kernels", "fast_refusal", "refusal", "rows_bitwise_equal"):
+    for key in ("kernels", "attention", "fast_refusal", "refusal", "rows_bitwise_equal"):
         if key in target.report:
             told[key] = target.report[key]
     return target, told

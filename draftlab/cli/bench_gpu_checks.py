@@ -24,6 +24,7 @@ _WORDS = 64  # of the sampler's vocabulary: narrow, so that every bin is full
 _LIMIT = 6.0  # standard deviations; a right sampler passes it but once in 10^9
 _WIDTH = 5
 _OTHER_SEED = 11
+_TREE = {"kind": "dynamic", "num_nodes": 12, "top_k": 4, "depth": 3}
 
 
 def check_graphs(target: Target, drafter: Drafter | None, sizes: Sizes) -> dict[str, Any]:
@@ -34,11 +35,14 @@ def check_graphs(target: Target, drafter: Drafter | None, sizes: Sizes) -> dict[
     """
     prompts = prompts_of(6, length=9, seed=4)
     found: dict[str, Any] = {"passed": True}
-    arms = {"plain": None} if drafter is None else {"plain": None, drafter.kind: drafter}
-    for name, chosen in arms.items():
+    arms: dict[str, tuple[Drafter | None, dict[str, Any] | None]] = {"plain": (None, None)}
+    if drafter is not None:
+        arms[drafter.kind] = (drafter, None)
+        arms[f"{drafter.kind}, tree"] = (drafter, _TREE)
+    for name, (chosen, tree) in arms.items():
         for temperature in (0.0, 0.8):
             rule = "auto" if temperature == 0 or chosen is None else "sampled_verify"
-            settings = settings_of(temperature=temperature, rule=rule, graphs="off")
+            settings = settings_of(temperature=temperature, rule=rule, tree=tree, graphs="off")
             captured, launched, ordinary = (
                 decoder.generate(prompts, max_new_tokens=sizes.tokens, batch_size=3)
                 for decoder in (

@@ -23,6 +23,7 @@ from draftlab.decoding.requests import make_rows
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.decoding.timing import DeviceClock
 from draftlab.drafters.base import Drafter
+from draftlab.drafters.tree import DynamicTree
 from draftlab.settings.locate import conf_dir
 from draftlab.targets.load import choose_kernels
 from draftlab.targets.target import Target, build_target
@@ -195,12 +196,18 @@ class StaticAnswers:
     ) -> None:
         """Prepare a runner and its rule; without `captures` also CUDA launches one by one."""
         self._target, self._settings = target, settings
-        self._judge = Judge(settings, has_drafter=drafter is not None, is_tree=False, draws=True)
+        plan = make_plan(settings, drafter)
+        self._judge = Judge(
+            settings,
+            has_drafter=drafter is not None,
+            is_tree=plan.shape is not None,
+            draws=not isinstance(plan.shape, DynamicTree),
+        )
         self._runner = StaticRunner(
             target,
             drafter,
             settings,
-            make_plan(settings, drafter),
+            plan,
             clock=DeviceClock(target.device),
             eos_ids=frozenset(),
             captures=captures and target.device.type == "cuda",

@@ -90,9 +90,7 @@ def show_path(
         ids, features = ids[:, :1], _first_columns(features, 1)
     else:
         if outcome.has_jumps:
-            path = verdict.path[:, : width - 1]
-            picked = torch.cat([torch.zeros_like(next_ids), path.clamp_min(-1) + 1], dim=1)
-            ids, features = ids.gather(1, picked), _pick_columns(features, picked)
+            ids, features = take_path(ids, features, verdict.path[:, : width - 1])
         else:
             ids, features = ids[:, :width], _first_columns(features, width)
         # the token after each position; after the last accepted one comes the next token
@@ -109,6 +107,20 @@ def show_path(
         features,
         defers=defers,
     )
+
+
+def take_path(
+    ids: Int[Tensor, "R T"], features: TargetFeatures, path: Int[Tensor, "R K"]
+) -> tuple[Int[Tensor, "R W"], TargetFeatures]:
+    """Give the anchor's column and those of a path, side by side; W = K + 1.
+
+    Args:
+        ids: anchor and draft nodes.
+        features: of these columns.
+        path: nodes, padded with -1; padding gives the anchor's column again.
+    """
+    picked = torch.cat([torch.zeros_like(path[:, :1]), path + 1], dim=1)
+    return ids.gather(1, picked), _pick_columns(features, picked)
 
 
 def _first_columns(features: TargetFeatures, width: int) -> TargetFeatures:

@@ -2,8 +2,8 @@
 
 In: rows as `Decoder.generate` makes them. Out: `Generation`s. Prompts enter as always (prefill.py);
 then stretches of rounds run on the device alone (static_round.py), and the host looks at what they
-gave, lets finished rows go and new ones in. One graph for each (slots, K, length bucket), all in
-one memory pool; buffers and graphs are kept for the next call. Read `StaticRunner.run`.
+gave, lets finished rows go and new ones in. One graph for each (slots, draft shape, length bucket),
+all in one memory pool; buffers and graphs are kept for the next call. Read `StaticRunner.run`.
 
 Times: a stretch is timed as a whole and shared equally by its rounds, as `verify_s`; no stage can
 be told apart inside a graph.
@@ -46,8 +46,8 @@ def refuse_graphs(
     """Say why rounds cannot run on the device alone, or None when they can."""
     if target.report["kernels"] != "fast":
         return f"the {target.report['kernels']} kernels wait for the host; target.kernels=fast"
-    if plan.shape is not None or plan.is_budgeted or settings.min_confidence is not None:
-        return "drafts of a chosen shape or length need the host; only plain chains do not"
+    if plan.is_budgeted or settings.min_confidence is not None:
+        return "drafts whose length is chosen anew each round need the host"
     if settings.lossy:
         return "lossy rules run round by round"
     if settings.fallback:
@@ -137,7 +137,7 @@ class StaticRunner:
             target: with the fast kernels.
             drafter: with `static_rounds`, or None.
             settings: for the seed and prefill.
-            plan: a chain.
+            plan: a chain or a tree.
             clock: of all times.
             eos_ids: tokens that end an answer.
             captures: False runs the same rounds eagerly, on any device.
@@ -179,7 +179,7 @@ class StaticRunner:
         """Give memory for these rows: of an earlier call where it fits."""
         law = rows[0].sampling
         longest = max(len(row.prompt_ids) + row.limit for row in rows)
-        capacity = _bucket(longest + self._plan.depth + 1)
+        capacity = _bucket(longest + self._plan.num_nodes + 1)
         key = (slots, capacity, law, rule.name)
         session = self._sessions.get(key)
         if session is not None and not session.batch.live:
@@ -192,7 +192,7 @@ class StaticRunner:
             self._drafter,
             slots=slots,
             capacity=capacity,
-            num_nodes=self._plan.depth,
+            num_nodes=self._plan.num_nodes,
             seed=self._settings.seed,
             context=None,
         )
@@ -208,7 +208,7 @@ class StaticRunner:
             kv=batch.kv,
             state=batch.state,
             needs=self._watchers.request,
-            depth=self._plan.depth,
+            plan=self._plan,
             rule=rule,
             sampling=law,
             seed=self._settings.seed,
@@ -243,7 +243,7 @@ class StaticRunner:
         batch = session.batch
         # the first token's time is told apart
         rounds = 1 if any(row.is_fresh for row in batch.live) else self._rounds
-        reach = (rounds + 1) * (self._plan.depth + 1)
+        reach = rounds * (self._plan.depth + 1) + self._plan.num_nodes + 1
         live = min(_bucket(max(row.base for row in batch.live) + reach), session.capacity)
         if self._captures and live not in session.graphs:
             session.graphs[live] = self._capture(session.round, live)

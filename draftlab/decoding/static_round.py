@@ -1,7 +1,7 @@
 """One round on the device alone: draft, verify, accept, commit, and the drafter's catch-up.
 
-The same arithmetic as `Decoder._round` for chains, over all slots in order, with every fact of a
-row in a tensor that is changed in place: nothing waits for the host, and no shape depends on what
+The same arithmetic as `Decoder._round`, over all slots in order, with every fact of a row in a
+tensor that is changed in place: nothing waits for the host, and no shape depends on what
 was accepted. So the round can be captured as one CUDA graph (graphs.py), and is tested eagerly on
 a CPU. Read `StaticRound.run`.
 
@@ -15,6 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from draftlab.decoding.committing import take_path
+from draftlab.decoding.geometry import place_nodes
+from draftlab.decoding.plan import DraftPlan
 from draftlab.decoding.slots import Sequence as Row
 from draftlab.decoding.verify import Rule
 from draftlab.drafters.base import DraftBudget, Observation
@@ -23,7 +26,7 @@ from draftlab.randomness import Purpose, uniforms
 from draftlab.sampling import Sampling, adjust, draw, greedy_ids, process
 from draftlab.shapes import Bool, Float, Int, Tensor
 from draftlab.targets.cache import KVBuffers
-from draftlab.targets.features import FeatureRequest
+from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.step import Step
 from draftlab.targets.target import Target
 
@@ -35,7 +38,7 @@ class StaticDrafting(Protocol):
     def propose(
         self, state: Any, budget: DraftBudget, uniforms: Float[Tensor, "R N"], *, live: int
     ) -> DraftTree:
-        """Propose a chain of exactly `num_draft_tokens` columns."""
+        """Propose a chain of exactly `num_draft_tokens` columns, or the tree asked for."""
         ...
 
     def observe(self, state: Any, seen: Observation, *, live: int) -> None:
@@ -56,13 +59,25 @@ class DraftsStatically(Protocol):
         ...
 
 
-class KnownChain(DraftTree):
-    """A draft that is known to be a chain without a look at its parents."""
+@dataclass(frozen=True, slots=True)
+class KnownDraft(DraftTree):
+    """A draft whose shape is known without a look at its parents.
+
+    Attributes:
+        levels: of a tree; None is a chain.
+    """
+
+    levels: int | None = None
 
     @property
     def is_chain(self) -> bool:
-        """True."""
-        return True
+        """True without levels."""
+        return self.levels is None
+
+    @property
+    def most_levels(self) -> int:
+        """Levels of the tree, or nodes of the chain."""
+        return self.tokens.shape[1] if self.levels is None else self.levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +133,7 @@ class StaticRound:
         kv: KVBuffers,
         state: Any,
         needs: FeatureRequest,
-        depth: int,
+        plan: DraftPlan,
         rule: Rule,
         sampling: Sampling,
         seed: int,
@@ -133,7 +148,7 @@ class StaticRound:
             kv: the target's memory of all slots.
             state: the drafter's.
             needs: hidden states that the drafter reads.
-            depth: K, draft tokens of a round; 0 without a drafter.
+            plan: what is drafted in a round: nothing, a chain, or a tree.
             rule: for greedy or drawn tokens, as `sampling` is.
             sampling: of all rows; without penalties.
             seed: root of the draws.
@@ -142,17 +157,19 @@ class StaticRound:
         """
         device = target.device
         self._target, self._drafting, self._kv, self._state = target, drafting, kv, state
-        self._needs, self._depth, self._rule, self._seed = needs, depth, rule, seed
+        self._needs, self._rule, self._seed = needs, rule, seed
+        self._depth, self._num_nodes, self._shape = plan.depth, plan.num_nodes, plan.shape
         self._sampling = sampling
         self._draft_sampling = replace(sampling.context_free, logit_bias=())
         slots = kv.slots
         self._rows = torch.arange(slots, device=device)
-        self._columns = torch.arange(depth + 1, device=device)
+        self._columns = torch.arange(plan.num_nodes + 1, device=device)
+        self._run_columns = self._columns[: plan.depth + 1]
         self._eos = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         integers = [torch.zeros_like(self._rows) for _ in range(len(fields(RowFacts)) - 1)]
         self.facts = RowFacts(*integers, is_done=torch.ones_like(self._rows, dtype=torch.bool))
         # new tokens of the rounds since the host looked; the last column is read by nobody
-        self._out = self._rows.new_zeros(slots, most_rounds * (depth + 1) + 1)
+        self._out = self._rows.new_zeros(slots, most_rounds * (plan.depth + 1) + 1)
         self._num_out = torch.zeros_like(self._rows)
         self._log = self._rows.new_zeros(most_rounds, 3, slots)
         self._tick = self._rows.new_zeros(1)
@@ -192,55 +209,77 @@ class StaticRound:
         """
         facts = self.facts
         anchors = facts.anchors.unsqueeze(1)
-        chain = self._propose(live)
-        ids = anchors if chain is None else torch.cat([anchors, chain.tokens], dim=1)
-        step = Step(self._rows, ids, facts.base, live, is_prefix=True)
+        draft = self._propose(live)
+        ids = anchors if draft is None else torch.cat([anchors, draft.tokens], dim=1)
+        depths, ancestors = None, None
+        if draft is not None and not draft.is_chain:
+            depths, ancestors = place_nodes(draft.parents)
+        step = Step(self._rows, ids, facts.base, live, depths, ancestors, is_prefix=True)
         step = step.within(self._target.spec.max_positions)
         out = self._target.run(self._kv, step, request=self._needs)
         assert out.logits is not None
-        verdict = self._judge(chain, out.logits)
-        self._commit(chain, verdict, ids, live, out.features.taps, out.features.final)
+        verdict = self._judge(draft, out.logits, step.depths)
+        features = out.features
+        if draft is not None and not draft.is_chain:
+            path = verdict.path[:, : self._depth]
+            self._kv.compact(self._rows, facts.base, path)
+            ids, features = take_path(ids, features, path)
+        self._commit(draft, verdict, ids, live, features)
 
-    def _propose(self, live: int) -> KnownChain | None:
+    def _propose(self, live: int) -> KnownDraft | None:
         if self._drafting is None:
             return None
         facts = self.facts
         budget = DraftBudget(
-            self._rows, self._depth, self._draft_sampling, points=self._rule.points
+            self._rows,
+            self._depth,
+            self._draft_sampling,
+            points=self._rule.points,
+            tree=self._shape,
         )
-        numbers = self._uniforms(Purpose.DRAFT, self._depth)
+        numbers = self._uniforms(Purpose.DRAFT, self._num_nodes)
         tree = self._drafting.propose(self._state, budget, numbers, live=live)
-        # as in the ordinary round: no drafts before the first token, none that cannot stay
+        # as in the ordinary round: no drafts before the first token, none that cannot stay; of a
+        # tree all nodes or none
         room = (facts.limits - facts.emitted - 1).clamp_min(0) * (facts.emitted > 0)
         room = room * ~facts.is_done
-        return KnownChain(
+        is_tree = self._shape is not None
+        return KnownDraft(
             tokens=tree.tokens,
             parents=tree.parents,
-            num_nodes=torch.minimum(tree.num_nodes, room),
+            num_nodes=(
+                tree.num_nodes * (room > 0) if is_tree else torch.minimum(tree.num_nodes, room)
+            ),
             law_probs=tree.law_probs,
             law_ids=tree.law_ids,
+            levels=self._depth if is_tree else None,
         )
 
-    def _judge(self, chain: KnownChain | None, logits: Float[Tensor, "R T V"]) -> Verdict:
+    def _judge(
+        self,
+        draft: KnownDraft | None,
+        logits: Float[Tensor, "R T V"],
+        depths: Int[Tensor, "R T"] | None,
+    ) -> Verdict:
         rule, facts = self._rule, self.facts
         if self._sampling.is_greedy:
-            return self._after_ids(chain, greedy_ids(adjust(logits, self._sampling)))
+            return self._after_ids(draft, greedy_ids(adjust(logits, self._sampling)))
         probs = process(logits, self._sampling)
         if rule.reads == "ids":
-            places = facts.places.unsqueeze(1) + self._columns
+            places = facts.places.unsqueeze(1) + (self._columns if depths is None else depths)
             numbers = uniforms(self._seed, facts.keys.unsqueeze(1), places, Purpose.SAMPLE)
-            return self._after_ids(chain, draw(probs, numbers))
-        assert chain is not None, "plain rounds read ids"
+            return self._after_ids(draft, draw(probs, numbers))
+        assert draft is not None, "plain rounds read ids"
         return rule.verify(
-            chain,
+            draft,
             probs,
-            accept_uniforms=self._uniforms(Purpose.ACCEPT, self._depth),
+            accept_uniforms=self._uniforms(Purpose.ACCEPT, self._num_nodes),
             next_uniforms=self._uniforms(Purpose.RESAMPLE, 1).squeeze(1),
         )
 
-    def _after_ids(self, chain: KnownChain | None, ids: Int[Tensor, "R T"]) -> Verdict:
-        if chain is not None:
-            return self._rule.verify(chain, ids)
+    def _after_ids(self, draft: KnownDraft | None, ids: Int[Tensor, "R T"]) -> Verdict:
+        if draft is not None:
+            return self._rule.verify(draft, ids)
         return Verdict(ids[:, :0], torch.zeros_like(self._rows), ids[:, 0])
 
     def _uniforms(self, purpose: Purpose, count: int) -> Float[Tensor, "R N"]:
@@ -253,14 +292,22 @@ class StaticRound:
 
     def _commit(
         self,
-        chain: KnownChain | None,
+        draft: KnownDraft | None,
         verdict: Verdict,
-        ids: Int[Tensor, "R T"],
+        ids: Int[Tensor, "R W"],
         live: int,
-        taps: Float[Tensor, "R T L D"] | None,
-        final: Float[Tensor, "R T D"] | None,
+        features: TargetFeatures,
     ) -> None:
-        """Move rows past their accepted runs, cut at end tokens and limits; show the drafter."""
+        """Move rows past their accepted runs, cut at end tokens and limits; show the drafter.
+
+        Args:
+            draft: what was verified.
+            verdict: on it.
+            ids: the anchor, and behind it the nodes of the accepted path, or more; W = K + 1.
+            live: as in `run`.
+            features: of those positions.
+        """
+        columns = self._run_columns
         facts, count = self.facts, verdict.num_accepted
         is_live = ~facts.is_done
         # the token after each position of the accepted run; what lies behind counts for nothing
@@ -268,19 +315,19 @@ class StaticRound:
         after = after.scatter(1, count.unsqueeze(1), verdict.next_token.unsqueeze(1))
         if self._drafting is not None:
             lengths = (count + 1) * is_live
-            seen = Observation(self._rows, ids, lengths, after, taps, final)
+            seen = Observation(self._rows, ids, lengths, after, features.taps, features.final)
             self._drafting.observe(self._state, seen, live=live)
-        is_run = (self._columns <= count.unsqueeze(1)) & is_live.unsqueeze(1)
+        is_run = (columns <= count.unsqueeze(1)) & is_live.unsqueeze(1)
         ends = is_run & (after.unsqueeze(2) == self._eos).any(2)
         is_cut = (ends.long().cumsum(1) - ends.long()) > 0
         room = (facts.limits - facts.emitted).unsqueeze(1)
-        is_kept = is_run & ~is_cut & (self._columns < room)
+        is_kept = is_run & ~is_cut & (columns < room)
         kept = is_kept.sum(1)
-        places = (self._num_out.unsqueeze(1) + self._columns).masked_fill(
+        places = (self._num_out.unsqueeze(1) + columns).masked_fill(
             ~is_kept, self._out.shape[1] - 1
         )
         self._out.scatter_(1, places, after)
-        drafted = torch.zeros_like(count) if chain is None else chain.num_nodes
+        drafted = torch.zeros_like(count) if draft is None else draft.num_nodes
         self._log.index_copy_(0, self._tick, torch.stack([count * is_live, drafted, kept])[None])
         moved = (count + 1) * is_live
         facts.base.add_(moved)

@@ -189,35 +189,67 @@ def propose_tree(
     Nodes attend to what was observed and to their ancestors. Their keys and values go past a row's
     length, where the next `observe` overwrites them.
     """
+    slots = budget.rows.tolist()
+    known = [memory.committed[slot] for slot in slots]
+    return grow_tree(
+        memory,
+        budget,
+        uniforms,
+        feed,
+        longest=max(known),
+        shortest=min(known),
+        is_prefix=_is_prefix(slots),
+    )
+
+
+def grow_tree(
+    memory: HeadMemory,
+    budget: DraftBudget,
+    uniforms: Float[Tensor, "R N"],
+    feed: Feed,
+    *,
+    longest: int,
+    shortest: int,
+    is_prefix: bool,
+) -> DraftTree:
+    """Grow a tree for rows of which the host knows no more than this; see `propose_tree`.
+
+    Args:
+        memory: of all slots.
+        budget: with a tree.
+        uniforms: one a node.
+        feed: see `Feed`.
+        longest: no row has more committed positions.
+        shortest: none has fewer.
+        is_prefix: the rows are slots 0..R-1 in order.
+    """
     assert budget.tree is not None
     rows = budget.rows
-    slots = rows.tolist()
     lengths = memory.lengths[rows]
     count = num_expanded(budget.tree)
     _make_room(memory, memory.capacity + 1 + count)
-    known = [memory.committed[slot] for slot in slots]
-    is_prefix = _is_prefix(slots)
-    ancestors = torch.zeros(len(slots), 1, count, dtype=torch.bool, device=rows.device)
+    slots = torch.arange(count, device=rows.device)
+    ancestors = torch.zeros(rows.shape[0], 1, count, dtype=torch.bool, device=rows.device)
     hidden, done, depth = memory.hidden[rows].unsqueeze(1), 0, 0
     levels: list[int] = []  # tree slot that each begins at
 
     def expand(columns: Tensor, parents: Tensor) -> Tensor:
         nonlocal ancestors, hidden, done, depth
         width = columns.shape[1]
-        ancestors = ancestors.gather(1, parents.unsqueeze(-1).expand(-1, -1, count)).clone()
-        own = torch.arange(width, device=rows.device)
-        ancestors[:, own, done + own] = True
+        own = done + torch.arange(width, device=rows.device)
+        ancestors = ancestors.gather(1, parents.unsqueeze(-1).expand(-1, -1, count))
+        ancestors = ancestors | (slots == own.unsqueeze(1))
         levels.append(done)
-        ancestors[..., : levels[memory.reach(depth)]] = False  # they left the window
+        ancestors[..., : levels[memory.reach(depth)]].fill_(False)  # they left the window
         where = NewPositions(
             rows=rows,
             positions=(lengths + depth).clamp_max(memory.capacity).unsqueeze(1).expand(-1, width),
-            live=max(known) + done + width,
+            live=longest + done + width,
             is_prefix=is_prefix,
             is_level=False,
             branches=Branches(lengths, done, ancestors),
             window=memory.window,
-            first=min(memory.reach(min(known) + depth), min(known)),
+            first=min(memory.reach(shortest + depth), shortest),
         )
         before = hidden.gather(1, parents.unsqueeze(-1).expand(-1, -1, hidden.shape[2]))
         hidden, logits = feed(memory, where, memory.ids[columns], before)

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.drafters._chain import Chain
 from draftlab.drafters._eagle_layer import NewPositions
-from draftlab.drafters._eagle_memory import Feed, HeadMemory
+from draftlab.drafters._eagle_memory import Feed, HeadMemory, grow_tree
 from draftlab.drafters.base import DraftBudget, Observation
 from draftlab.drafters.tree import DraftTree
 from draftlab.shapes import Float, Int, Tensor
@@ -20,7 +20,7 @@ Features = Callable[[HeadMemory, Observation], Tensor]
 
 
 class StaticHead:
-    """Chains and observations of one head, without a look from the host."""
+    """Drafts and observations of one head, without a look from the host."""
 
     def __init__(self, feed: Feed, features: Features) -> None:
         """Take the head's network."""
@@ -30,14 +30,19 @@ class StaticHead:
     def propose(
         self, state: HeadMemory, budget: DraftBudget, uniforms: Float[Tensor, "R N"], *, live: int
     ) -> DraftTree:
-        """Draft a chain for every slot.
+        """Draft a chain for every slot, or the tree that the budget asks for.
 
         Args:
             state: of all slots.
-            budget: rows are all slots in order; no tree, no confidence.
+            budget: rows are all slots in order; no confidence is asked for.
             uniforms: numbers in [0, 1), one a node.
             live: no row's memory is longer, this round's own positions included.
         """
+        if budget.tree is not None:
+            longest = min(live, state.capacity + 1)
+            return grow_tree(
+                state, budget, uniforms, self._feed, longest=longest, shortest=0, is_prefix=True
+            )
         rows, depth, lengths = budget.rows, budget.num_draft_tokens, state.lengths
         hidden, logits = state.hidden.unsqueeze(1), state.logits.unsqueeze(1)
         chain = Chain(budget, uniforms, state.ids)

@@ -12,7 +12,7 @@ trees are functions of the prefix, and their laws point masses.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -72,7 +72,7 @@ def grow(
     return DraftTree(
         tokens=tokens,
         parents=found.parents,
-        num_nodes=torch.where(is_live, count, 0),
+        num_nodes=is_live * count,
         law_probs=probs,
         law_ids=support,
         confidence=found.confidence,
@@ -109,10 +109,13 @@ def grow_static(
     for level in plan_levels(shape):
         best, log_probs = _likeliest(scores, max(level.ranks) + 1, temperature)
         best, log_probs = (x.expand(-1, level.num_parents, -1) for x in (best, log_probs))
-        columns.append(best[:, level.families, level.ranks])
-        confidence.append(log_probs[:, level.families, level.ranks].exp())
+        families, ranks = (
+            _index(values, logits.device) for values in (level.families, level.ranks)
+        )
+        columns.append(best[:, families, ranks])
+        confidence.append(log_probs[:, families, ranks].exp())
         if level.opened:
-            scores = expand(columns[-1][:, level.opened], _tiled(level.opened_families, logits))
+            scores = expand(*_open(level, columns[-1]))
     return _assemble(shape, columns, confidence, None)
 
 
@@ -135,23 +138,27 @@ def grow_static_drawn(
     columns, confidence, laws = [], [], []
     scores = logits.unsqueeze(1)
     for level in plan_levels(shape):
-        order = level.birth_order
+        order, device = level.birth_order, logits.device
         _, log_probs = _likeliest(scores, max(order) + 1, temperature)
         log_probs = log_probs.expand(-1, level.num_parents, -1)
-        confidence.append(log_probs[:, level.families, order].exp())
+        families = _index(level.families, device)
+        confidence.append(log_probs[:, families, _index(order, device)].exp())
         left = scores.expand(-1, level.num_parents, -1).clone()
         drawn = logits.new_zeros(logits.shape[0], len(level.nodes), dtype=torch.int64)
         for turn in range(max(order) + 1):
-            here = [i for i, number in enumerate(order) if number == turn]
-            parents = [level.families[i] for i in here]
-            q = process(left[:, parents], law)
-            taken = draw(q, uniforms[:, [level.nodes[i] for i in here]])
-            drawn[:, here] = taken
-            laws.append(([level.nodes[i] for i in here], q))
-            left[:, parents] = left[:, parents].scatter(2, taken.unsqueeze(-1), -torch.inf)
+            here = tuple(i for i, number in enumerate(order) if number == turn)
+            nodes = tuple(level.nodes[i] for i in here)
+            parents = _index(tuple(level.families[i] for i in here), device)
+            remaining = left.index_select(1, parents)
+            q = process(remaining, law)
+            taken = draw(q, uniforms.index_select(1, _index(nodes, device)))
+            drawn.index_copy_(1, _index(here, device), taken)
+            laws.append((nodes, q))
+            remaining = remaining.scatter(2, taken.unsqueeze(-1), -torch.inf)
+            left.index_copy_(1, parents, remaining)
         columns.append(drawn)
         if level.opened:
-            scores = expand(drawn[:, level.opened], _tiled(level.opened_families, logits))
+            scores = expand(*_open(level, drawn))
     return _assemble(shape, columns, confidence, laws)
 
 
@@ -193,7 +200,7 @@ def grow_dynamic(
     above = torch.cat(parents, 1).gather(1, chosen)
     return Grown(
         columns=torch.cat(columns, 1).gather(1, chosen),
-        parents=torch.where(above < 0, -1, place.gather(1, above.clamp_min(0))),
+        parents=place.gather(1, above.clamp_min(0)).masked_fill(above < 0, -1),
         confidence=torch.cat(confidence, 1).gather(1, chosen),
         laws=None,
     )
@@ -274,13 +281,13 @@ class Level:
         opened_families: their `families`.
     """
 
-    nodes: list[int]
+    nodes: tuple[int, ...]
     num_parents: int
-    families: list[int]
-    ranks: list[int]
-    birth_order: list[int]
-    opened: list[int]
-    opened_families: list[int]
+    families: tuple[int, ...]
+    ranks: tuple[int, ...]
+    birth_order: tuple[int, ...]
+    opened: tuple[int, ...]
+    opened_families: tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
@@ -296,18 +303,18 @@ def plan_levels(shape: StaticTree) -> tuple[Level, ...]:
         children.setdefault(parent, []).append(node)
     levels, above = [], [-1]
     while above:
-        nodes = sorted(child for node in above for child in children[node])
-        families = [above.index(shape.parents[node]) for node in nodes]
-        opened = [i for i, node in enumerate(nodes) if node in children]
+        nodes = tuple(sorted(child for node in above for child in children[node]))
+        families = tuple(above.index(shape.parents[node]) for node in nodes)
+        opened = tuple(i for i, node in enumerate(nodes) if node in children)
         levels.append(
             Level(
                 nodes=nodes,
                 num_parents=len(above),
                 families=families,
-                ranks=[shape.ranks[node] for node in nodes],
-                birth_order=[children[shape.parents[node]].index(node) for node in nodes],
+                ranks=tuple(shape.ranks[node] for node in nodes),
+                birth_order=tuple(children[shape.parents[node]].index(node) for node in nodes),
                 opened=opened,
-                opened_families=[families[i] for i in opened],
+                opened_families=tuple(families[i] for i in opened),
             )
         )
         above = [nodes[i] for i in opened]
@@ -353,31 +360,50 @@ def _assemble(
     shape: StaticTree,
     columns: list[Tensor],
     confidence: list[Tensor],
-    laws: list[tuple[list[int], Tensor]] | None,
+    laws: list[tuple[tuple[int, ...], Tensor]] | None,
 ) -> Grown:
     """Put levels back in the order of the shape's nodes."""
     order = [node for level in plan_levels(shape) for node in level.nodes]
     joined = torch.cat(columns, 1)
-    back = torch.tensor(_inverse(order), device=joined.device)
+    device = joined.device
+    back = _index(_inverse(order), device)
     stacked = None
     if laws is not None:
         drawn = [node for nodes, _ in laws for node in nodes]
-        where = torch.tensor(_inverse(drawn), device=joined.device)
+        where = _index(_inverse(drawn), device)
         stacked = torch.cat([law for _, law in laws], 1).index_select(1, where)
     return Grown(
         columns=joined.index_select(1, back),
-        parents=torch.tensor(shape.parents, device=joined.device).expand(joined.shape),
+        parents=_index(shape.parents, device).expand(joined.shape),
         confidence=torch.cat(confidence, 1).index_select(1, back),
         laws=stacked,
     )
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+def _inverse(order: list[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _tiled(values: list[int], like: Tensor) -> Int[Tensor, "R W"]:
-    return torch.tensor(values, device=like.device).expand(like.shape[0], -1)
+def _open(level: Level, columns: Int[Tensor, "R W"]) -> tuple[Int[Tensor, "R Wo"], Tensor]:
+    """Give the columns of the nodes that have children, and their parents, as `Expand` takes them.
+
+    Args:
+        level: of the nodes.
+        columns: of all of them.
+    """
+    opened, families = (
+        _index(values, columns.device) for values in (level.opened, level.opened_families)
+    )
+    return columns.index_select(1, opened), families.expand(columns.shape[0], -1)
+
+
+@cache
+def _index(values: tuple[int, ...], device: torch.device) -> Int[Tensor, " N"]:
+    """Put numbers of a shape on the device: once, since a captured round cannot wait for them.
+
+    Nothing is ever dropped: a captured round keeps reading it.
+    """
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

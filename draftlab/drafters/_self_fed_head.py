@@ -24,6 +24,7 @@ from draftlab.drafters._eagle_memory import (
     propose_chain,
     propose_tree,
 )
+from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._feature_drafter import FeatureDrafter, S
 from draftlab.drafters._unrolling import Embed, FeedBack, Join, PickedRows, unroll
 from draftlab.drafters._weighing import LossSettings
@@ -140,6 +141,10 @@ class SelfFedHead(FeatureDrafter[S], kind=None, settings=LossSettings):
         """Draft a chain, or the tree that the budget asks for."""
         draft = propose_chain if budget.tree is None else propose_tree
         return draft(state, budget, uniforms, self._feed)
+
+    def static_rounds(self) -> StaticHead:
+        """Give the methods of rounds that run on the device alone."""
+        return StaticHead(self._feed, self._features)
 
     @torch.inference_mode()
     def close(self, state: HeadMemory, rows: Int[Tensor, " R"]) -> None:

@@ -21,7 +21,6 @@ from draftlab.data.batch import TokenBatch
 from draftlab.drafters._depth_scores import Predictions
 from draftlab.drafters._eagle_layer import EagleLayer, NewPositions, decode_layers
 from draftlab.drafters._eagle_memory import HeadMemory
-from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._self_fed_head import SelfFedHead
 from draftlab.drafters._weighing import StepLossSettings
 from draftlab.drafters._windows import check_window
@@ -138,10 +137,6 @@ class Eagle(SelfFedHead[EagleSettings], kind="eagle", settings=EagleSettings):
     def _features(self, state: HeadMemory, seen: Observation) -> Tensor:
         assert seen.final is not None
         return seen.final.to(self.dtype)
-
-    def static_rounds(self) -> StaticHead:
-        """Give the methods of rounds that run on the device alone."""
-        return StaticHead(self._feed, self._features)
 
     def _feed(
         self, state: HeadMemory, where: NewPositions, ids: Tensor, hidden: Tensor

@@ -18,7 +18,6 @@ from torch import nn
 from draftlab.data.batch import TokenBatch
 from draftlab.drafters._eagle_layer import EagleLayer, NewPositions, decode_layers
 from draftlab.drafters._eagle_memory import HeadMemory
-from draftlab.drafters._eagle_static import StaticHead
 from draftlab.drafters._self_fed_head import SelfFedHead
 from draftlab.drafters._taps import TapSettings, default_taps, side_by_side
 from draftlab.drafters._warm_start import final_norm_weight, start_layers
@@ -164,10 +163,6 @@ class Eagle3(SelfFedHead[Eagle3Settings], kind="eagle3", settings=Eagle3Settings
     def _features(self, state: HeadMemory, seen: Observation) -> Tensor:
         assert seen.taps is not None
         return self._join(seen.taps, state.fc)
-
-    def static_rounds(self) -> StaticHead:
-        """Give the methods of rounds that run on the device alone."""
-        return StaticHead(self._feed, self._features)
 
     def _feed(
         self, state: HeadMemory, where: NewPositions, ids: Tensor, hidden: Tensor

@@ -85,6 +85,11 @@ class DraftTree:
         steps = torch.arange(self.tokens.shape[1], device=self.parents.device) - 1
         return bool((self.parents == steps).all())
 
+    @property
+    def most_levels(self) -> int:
+        """No path has more nodes than this: N, unless more is known of the shape."""
+        return self.tokens.shape[1]
+
 
 def chain_of_points(
     tokens: Int[Tensor, "R N"], num_nodes: Int[Tensor, " R"] | None = None

@@ -267,6 +267,7 @@ def _describe(
         "target": spec.to_json(),
         "dtype": spec.dtype,
         "kernels": target.report.get("kernels"),
+        "attention": target.report.get("attention"),
         "device": str(target.device),
         "rows_bitwise_equal": target.report.get("rows_bitwise_equal"),
         "machine": machine,

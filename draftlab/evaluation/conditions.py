@@ -39,6 +39,7 @@ def describe_conditions(
         "quantisation": spec.quantisation,
         "dtype": spec.dtype,
         "kernels": target.report.get("kernels"),
+        **_name_attention(target),
         "device": str(target.device),
         "cpu": machine["cpu"],
         "gpus": [gpu["name"] for gpu in machine["gpus"]],
@@ -84,6 +85,12 @@ def describe_law(decode: DecodeSettings) -> str:
     words = [f"{key} {value}" for key, value in (on | _name_what_is_on(decode)).items()]
     greedy = " (greedy)" if decode.temperature == 0 else ""
     return ", ".join([f"temperature {decode.temperature:g}{greedy}", *words])
+
+
+def _name_attention(target: Target) -> dict[str, Any]:
+    """Give an attention kernel that is not torch's own; that one is not named, as in older ones."""
+    name = target.report.get("attention", "sdpa")
+    return {} if name == "sdpa" else {"attention": name}
 
 
 def _name_what_is_on(decode: DecodeSettings) -> dict[str, Any]:

@@ -173,6 +173,7 @@ def _conditions(result: EvalResult) -> tuple[tuple[str, str], ...]:
         ("weights as", same.get("dtype")),
         ("weights sha256", str(same.get("weights", ""))[:16]),
         ("forward pass", same.get("kernels")),
+        ("attention", same.get("attention")),
         ("wide pass equals narrow pass, bitwise", _yes_no(details.get("rows_bitwise_equal"))),
         ("baseline", details.get("baseline")),
         ("machine", machine.get("system")),

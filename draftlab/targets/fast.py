@@ -4,8 +4,9 @@ Same inputs and outputs as the transformers path (adapter.py), which stays the r
 the two are compared on taps and logits. Query, key and value projections are one product, gate and
 up are one product, residual additions ride on the product before them, and weights are packed for
 oneDNN on CPU. At one token a pass a quarter of the time goes to small operations between products:
-what counts there is how few they are. Serves Llama, Mistral, Qwen2 and Qwen3 dense models; other
-families keep the reference.
+what counts there is how few they are. Where an installed flash-attention kernel was found to agree
+(flash_chain.py, load.py), steps without a tree attend through it and need no mask. Serves Llama,
+Mistral, Qwen2 and Qwen3 dense models; other families keep the reference.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from draftlab.shapes import Float, Tensor
 from draftlab.targets.attention import tile_mask
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.flash_chain import ChainPass, FlashChain
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.step import Step, StepOutput
 
@@ -74,7 +76,11 @@ class _Layer:
 
 
 class FastDoor:
-    """One forward pass over a `Step`, writing into `KVBuffers`. See the module's docstring."""
+    """One forward pass over a `Step`, writing into `KVBuffers`. See the module's docstring.
+
+    Attributes:
+        chain: attends in steps without a tree; None leaves all to torch's fused attention.
+    """
 
     name = "fast"
 
@@ -86,6 +92,7 @@ class FastDoor:
             config: its decoder config as plain data.
             windows: sliding window of each layer in tokens, or None.
         """
+        self.chain: FlashChain | None = None
         layers = list(model.get_submodule("model.layers").children())
         self._embedding = model.get_submodule("model.embed_tokens").get_parameter("weight")
         self._norm = _double(model.get_submodule("model.norm").get_parameter("weight"))
@@ -136,15 +143,20 @@ class FastDoor:
         """Embed a step's tokens, and compute what all layers share."""
         hidden = F.embedding(step.ids, self._embedding)
         cos, sin = self._rope_tables(hidden, step.positions)
-        return hidden, _Where(cos, sin, self._masks(step), _Writer(kv, step))
+        memory = _Memory(kv, step)
+        if self.chain is not None and step.ancestors is None:
+            # depths of such a step part from the chain's only past the table of positions. Those
+            # columns never count, and none that counts sees one: windows may go by columns
+            return hidden, _Where(
+                cos, sin, {}, memory, self.chain.over(kv, step, is_prefix=memory.is_prefix)
+            )
+        return hidden, _Where(cos, sin, self._masks(step), memory, None)
 
     def _run_layer(
         self, number: int, hidden: Float[Tensor, "R T D"], where: "_Where"
     ) -> Float[Tensor, "R T D"]:
         layer = self._layers[number]
-        mask = where.masks[layer.window]
-        attended = self._attend(layer, number, hidden, where.cos, where.sin, mask, where.write)
-        hidden = layer.out.add_to(hidden, attended)
+        hidden = layer.out.add_to(hidden, self._attend(layer, number, hidden, where))
         normed = self._rms(hidden, layer.norm_post)
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)
         return layer.down.add_to(hidden, F.silu(gate).mul_(up))
@@ -154,10 +166,7 @@ class FastDoor:
         layer: _Layer,
         number: int,
         hidden: Float[Tensor, "R T D"],
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        write: "_Writer",
+        where: "_Where",
     ) -> Float[Tensor, "R T Da"]:
         r, t, _ = hidden.shape
         groups, kv_heads, width = self._groups, self._kv_heads, self._head_dim
@@ -168,15 +177,19 @@ class FastDoor:
             x = torch.cat((query, keys, values), dim=2)
         # rotate_half(x) * sin == roll(x, Dh / 2) * (sin with its first half negated); values are
         # turned by no angle, so that one copy stores them with the keys
-        x = torch.addcmul(x * cos, x.roll(width // 2, -1), sin)
-        keys, values = write(number, x.narrow(2, self._heads, 2 * kv_heads))
+        x = torch.addcmul(x * where.cos, x.roll(width // 2, -1), where.sin)
+        where.memory.write(number, x.narrow(2, self._heads, 2 * kv_heads))
         query = x.narrow(2, 0, self._heads)
+        if where.chain is not None:
+            out = where.chain(number, query, scale=self._scale, window=layer.window)
+            return out.unflatten(2, (kv_heads, groups)).transpose(2, 3).reshape(r, t, -1)
+        keys, values = where.memory.read(number)
         if t == 1:
             query = query.view(r, kv_heads, groups, width)
         else:
             query = query.transpose(1, 2).reshape(r, kv_heads, groups * t, width)
         out = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=self._scale
+            query, keys, values, attn_mask=where.masks[layer.window], scale=self._scale
         ).transpose(1, 2)
         if t > 1:
             out = out.unflatten(1, (groups, t)).transpose(1, 2)
@@ -223,7 +236,7 @@ class FastDoor:
         return masks
 
 
-class _Writer:
+class _Memory:
     """Writes a layer's new keys and values and reads back all the step may look at."""
 
     def __init__(self, kv: KVBuffers, step: Step) -> None:
@@ -235,21 +248,24 @@ class _Writer:
         if is_prefix is None:
             in_order = torch.arange(step.rows.shape[0], device=step.rows.device)
             is_prefix = bool((step.rows == in_order).all())
-        self._is_prefix = is_prefix
+        self.is_prefix = is_prefix
 
-    def __call__(self, layer: int, pairs: Float[Tensor, "R T P Dh"]) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, pairs: Float[Tensor, "R T P Dh"]) -> None:
         self._kv.write_pairs(layer, self._flat, pairs)
-        return self._kv.read(layer, self._rows, self._live, is_prefix=self._is_prefix)
+
+    def read(self, layer: int) -> tuple[Float[Tensor, "R H S Dh"], Float[Tensor, "R H S Dh"]]:
+        return self._kv.read(layer, self._rows, self._live, is_prefix=self.is_prefix)
 
 
 @dataclass(slots=True)
 class _Where:
-    """What the layers of one pass share: angles, masks by window, and the way into memory."""
+    """What the layers of one pass share: angles, memory, and masks by window or a kernel."""
 
     cos: Tensor
     sin: Tensor
     masks: dict[int | None, Tensor | None]
-    write: _Writer
+    memory: _Memory
+    chain: ChainPass | None
 
 
 def _fuse(layer: nn.Module, window: int | None, kv_heads: int, head_dim: int) -> _Layer:

@@ -4,6 +4,7 @@ In: `TargetSettings`. Out: a frozen, admitted `Target`. Read load_target; `resol
 what a machine can do, so that a run's config.yaml repeats it.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,12 +26,15 @@ from draftlab.targets.demo import DEMO_NAME, DEMO_QUANTISATION, prepare_demo
 from draftlab.targets.encoder_decoder import FAMILIES as ENCODER_DECODERS
 from draftlab.targets.encoder_decoder import build_encoder_decoder
 from draftlab.targets.fast import FastDoor, refuse_fast_door
+from draftlab.targets.flash_chain import check_flash_chain, find_flash_chain
 from draftlab.targets.gguf import read_gguf
-from draftlab.targets.self_check import compare_doors
+from draftlab.targets.self_check import TOLERANCE, compare_doors
 from draftlab.targets.settings import TargetSettings
 from draftlab.targets.sharding import LayerShards, cut_layers, require_processes
 from draftlab.targets.target import Target, build_target
 from draftlab.targets.tiny import build_tiny_model, tiny_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def resolve(settings: TargetSettings) -> TargetSettings:
@@ -107,10 +111,8 @@ def choose_kernels(target: Target, kernels: str) -> None:
         return
     refusal = target.speculation_refusal or refuse_fast_door(target.model, target.config)
     if refusal is None and target.kv_shape is not None:
-        with torch.inference_mode():
-            door = FastDoor(target.model, target.config, target.report["windows"])
         try:
-            found = compare_doors(target.reference, door, target.view, target.kv_shape)
+            door, found = _build_fast_door(target, target.kv_shape)
         except UnsupportedTarget as error:
             if kernels == "fast":
                 raise
@@ -125,6 +127,33 @@ def choose_kernels(target: Target, kernels: str) -> None:
             "target.kernels=auto"
         )
     target.report["fast_refusal"] = refusal
+
+
+def _build_fast_door(target: Target, kv_shape: tuple[int, int]) -> tuple[FastDoor, dict[str, Any]]:
+    """Build and compare the fast pass, with a flash-attention kernel where one agrees."""
+    with torch.inference_mode():
+        door = FastDoor(target.model, target.config, target.report["windows"])
+    chain = find_flash_chain(target.device, target.dtype, kv_shape[1])
+    if chain is not None:
+        door.chain = chain
+        try:
+            check_flash_chain(
+                chain,
+                heads=int(target.config["num_attention_heads"]),
+                kv_shape=kv_shape,
+                dtype=target.dtype,
+                device=target.device,
+                tolerance=TOLERANCE[target.dtype],
+            )
+            found = compare_doors(target.reference, door, target.view, kv_shape)
+        except Exception as error:  # whatever a foreign kernel does wrong, there is another way
+            log.warning("%s is installed, but not used: %s", chain.name, error)
+            door.chain = None
+        else:
+            # it splits long rows in ways that hang on a pass's width; the probe's are too short
+            return door, {**found, "attention": chain.name, "rows_bitwise_equal": False}
+    found = compare_doors(target.reference, door, target.view, kv_shape)
+    return door, {**found, "attention": "sdpa"}
 
 
 def refuse_fast_shards(settings: TargetSettings) -> None:

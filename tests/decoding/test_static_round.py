@@ -54,11 +54,23 @@ class Trigram(Drafter, kind="trigram", settings=ScriptedSettings):
 
     def propose(self, state, budget, uniforms):
         before, newest = state[budget.rows].unbind(1)
+        if budget.tree is not None:
+            return self._second_branch(before, newest)
         tokens = []
         for _ in range(budget.num_draft_tokens):
             before, newest = newest, self.follows[before, newest]
             tokens.append(newest)
         return chain_of_points(torch.stack(tokens, dim=1))
+
+    def _second_branch(self, before, newest):
+        """Fill the shape [2, 1, 1]: what it would say goes down the second branch."""
+        first = self.follows[before, newest]
+        second = self.follows[newest, first]
+        third = self.follows[first, second]
+        other = (first + 1) % self.follows.shape[0]
+        tokens = torch.stack([other, first, second * 0, second, third * 0, third], dim=1)
+        parents = torch.tensor([-1, -1, 0, 1, 2, 3]).expand_as(tokens)
+        return replace(chain_of_points(tokens), parents=parents)
 
     def close(self, state, rows):
         state[rows] = 0
@@ -67,13 +79,23 @@ class Trigram(Drafter, kind="trigram", settings=ScriptedSettings):
         return AlreadyStatic(self)
 
 
+DYNAMIC = {"tree": {"kind": "dynamic", "num_nodes": 7, "top_k": 3, "depth": 3}}
+STATIC = {"tree": {"kind": "static", "shape": [3, 2, 1]}}
 CHAINS = {
     "plain": None,
     "eagle3": {"kind": "eagle3"},
     "eagle3-reduced": {"kind": "eagle3", "draft_vocab_size": 120, "sliding_window": 6},
     "eagle": {"kind": "eagle"},
+    "mtp": {"kind": "mtp"},
     "medusa": {"kind": "medusa"},
 }
+
+
+TREES = [
+    (name, words)
+    for name in ("eagle3", "eagle3-reduced", "eagle", "mtp", "medusa")
+    for words in (DYNAMIC, STATIC)
+]
 
 
 PROMPTS = [
@@ -180,11 +202,51 @@ def test_greedy_tokens_and_steps_are_those_of_the_ordinary_decoder(name, fast, p
         *(("eagle3", rule) for rule in ("speculative", "block", "point_mass", "sampled_verify")),
         ("eagle3-reduced", "block"),
         ("medusa", "speculative"),
+        ("mtp", "speculative"),
     ],
 )
 def test_drawn_tokens_are_those_of_the_ordinary_decoder(name, rule, fast, prompts):
     expected, found = compared(fast, drafter_of(name, fast), prompts, rule=rule, **SAMPLED)
     assert facts(found) == facts(expected)
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES)
+def test_greedy_trees_are_those_of_the_ordinary_decoder(name, tree, fast, prompts):
+    expected, found = compared(fast, drafter_of(name, fast), prompts, **tree)
+    assert facts(found) == facts(expected)
+    assert any(step.num_drafted > 4 for answer in found for step in answer.steps)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-reduced", "medusa"])
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("point_mass", DYNAMIC),
+        ("sampled_verify", DYNAMIC),
+        ("sampled_verify", STATIC),
+        ("without_replacement", STATIC),
+        ("speculative", STATIC),
+    ],
+)
+def test_drawn_trees_are_those_of_the_ordinary_decoder(name, rule, tree, fast, prompts):
+    expected, found = compared(fast, drafter_of(name, fast), prompts, rule=rule, **SAMPLED, **tree)
+    assert facts(found) == facts(expected)
+
+
+def test_an_accepted_path_off_the_first_branch_is_moved_together(fast):
+    prompts = [PROMPTS[k % 5] + [k] for k in range(8)]
+    drafter = trigram_of(fast, prompts, decode_settings())
+    drafter.grows_trees = True
+    expected, found = compared(
+        fast,
+        drafter,
+        prompts,
+        limits=[24] * 8,
+        batch_size=4,
+        tree={"kind": "static", "shape": [2, 1, 1]},
+    )
+    assert facts(found) == facts(expected)
+    assert {0, 1, 3} <= {step.num_accepted for answer in found for step in answer.steps}
 
 
 @pytest.mark.parametrize("words", [{}, {"rule": "sampled_verify", **SAMPLED}])
@@ -282,11 +344,22 @@ class NoNumbersInWhere(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("words", [{}, {"rule": "block", **SAMPLED}])
-@pytest.mark.parametrize("name", CHAINS)
+NEVER_WAITING = [
+    *((name, words) for name in CHAINS for words in ({}, {"rule": "block", **SAMPLED})),
+    *((name, tree) for name, tree in TREES if name != "eagle"),
+    ("eagle3", {"rule": "point_mass", **SAMPLED, **DYNAMIC}),
+    ("eagle3", {"rule": "without_replacement", **SAMPLED, **STATIC}),
+    ("medusa", {"rule": "sampled_verify", **SAMPLED, **STATIC}),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), NEVER_WAITING)
 def test_a_round_never_waits_for_the_device(name, words, fast, prompts, monkeypatch):
     if CHAINS[name] is None and words:
         words = SAMPLED
+    # what is asked of a mask on a CPU is not asked elsewhere
+    for rules in ("deepest", "speculative"):
+        monkeypatch.setattr(f"draftlab.decoding.rules.{rules}.may_hold", lambda mask: True)
     drafter = drafter_of(name, fast)
     settings = decode_settings(**words)
     runner = runner_of(fast, drafter, settings)
@@ -327,9 +400,9 @@ def test_auto_keeps_to_the_ordinary_rounds_on_a_cpu(fast):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ({"tree": {"kind": "static", "shape": [2]}}, "chosen shape"),
+        ({"tree": {"kind": "budgeted", "max_nodes": 8, "top_k": 2, "depth": 2}}, "chosen anew"),
         ({"fallback": True}, "clock"),
-        ({"min_confidence": 0.5}, "chosen shape or length"),
+        ({"min_confidence": 0.5}, "chosen anew"),
     ],
 )
 def test_what_needs_the_host_is_told(words, reason, fast):

@@ -23,23 +23,26 @@ def find_deepest_path(
     rows, num_nodes = tree.tokens.shape
     # depth[m]: of row m's node when its whole path passes, else -1; level after level
     depth = torch.full((rows, num_nodes + 1), -1, dtype=torch.int64, device=passes.device)
-    depth[:, 0] = 0
+    depth[:, 0].zero_()
     above = tree.parents + 1
-    for level in range(1, num_nodes + 1):
+    for level in range(1, tree.most_levels + 1):
         parent_depth = depth.gather(1, above)
         reached = passes & (parent_depth == level - 1)
         if not may_hold(reached):
             break
-        depth[:, 1:] = torch.where(reached, level, depth[:, 1:])
+        depth[:, 1:].masked_fill_(reached, level)
     length, end = depth.max(1)
     path = torch.full((rows, num_nodes + 1), -1, dtype=torch.int64, device=passes.device)
     node = end
-    for _ in range(num_nodes):
-        if not may_hold(node > 0):
+    for _ in range(tree.most_levels):
+        is_done = node == 0
+        if not may_hold(~is_done):
             break
-        # the last column takes what a finished row has to write
-        place = torch.where(node > 0, depth.gather(1, node.unsqueeze(1)).squeeze(1) - 1, num_nodes)
+        # the last column takes what a finished row has to write; no `where` with a number: it
+        # would bring the number to the device, and wait
+        place = depth.gather(1, node.unsqueeze(1)).squeeze(1) - 1
+        place = place.masked_fill(is_done, num_nodes)
         path.scatter_(1, place.unsqueeze(1), (node - 1).unsqueeze(1))
         up = above.gather(1, (node - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
-        node = torch.where(node > 0, up, 0)
+        node = up.masked_fill(is_done, 0)
     return path[:, :-1], length, end

@@ -79,7 +79,7 @@ def _walk(
             p, mass = _without(tree, node, p, mass, rejected)
         if may_hold(accepted):
             p = torch.where(accepted.unsqueeze(1), target_probs[row, node + 1], p)
-            mass = torch.where(accepted, 1.0, mass)
+            mass = mass.masked_fill(accepted, 1.0)
             at = torch.where(accepted, node, at)
             path = torch.where(
                 accepted.unsqueeze(1) & (column == num_accepted.unsqueeze(1)),
