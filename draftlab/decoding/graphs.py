@@ -11,6 +11,7 @@ be told apart inside a graph.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from draftlab.decoding.timing import DeviceClock
 from draftlab.decoding.verify import Rule
 from draftlab.decoding.watching import Watchers
 from draftlab.drafters.base import Drafter
-from draftlab.errors import ConfigError
+from draftlab.errors import ConfigError, DraftlabError
 from draftlab.sampling import Sampling
 from draftlab.targets.target import Target
 
@@ -179,7 +180,9 @@ class StaticRunner:
         """Give memory for these rows: of an earlier call where it fits."""
         law = rows[0].sampling
         longest = max(len(row.prompt_ids) + row.limit for row in rows)
-        capacity = _bucket(longest + self._plan.num_nodes + 1)
+        # a tree is not cut to its answer's room: a row may end `depth` past it, and runs on as a
+        # dummy until the host looks
+        capacity = _bucket(longest + self._plan.depth + self._plan.num_nodes + 1)
         key = (slots, capacity, law, rule.name)
         session = self._sessions.get(key)
         if session is not None and not session.batch.live:
@@ -245,16 +248,23 @@ class StaticRunner:
         rounds = 1 if any(row.is_fresh for row in batch.live) else self._rounds
         reach = rounds * (self._plan.depth + 1) + self._plan.num_nodes + 1
         live = min(_bucket(max(row.base for row in batch.live) + reach), session.capacity)
-        if self._captures and live not in session.graphs:
-            session.graphs[live] = self._capture(session.round, live)
-        began = self._clock.read()
-        session.round.restart_log()
-        for _ in range(rounds):
-            if self._captures:
-                session.graphs[live].replay()
-            else:
-                session.round.run(live)
-        told = session.round.read_log(rounds)
+        # streams and captures are the current device's, which need not be the target's
+        with torch.cuda.device(self._target.device) if self._captures else nullcontext():
+            if self._captures and live not in session.graphs:
+                session.graphs[live] = self._capture(session.round, live)
+            began = self._clock.read()
+            session.round.restart_log()
+            for _ in range(rounds):
+                if self._captures:
+                    session.graphs[live].replay()
+                else:
+                    session.round.run(live)
+            told = session.round.read_log(rounds)
+        if not any(map(any, told.kept)):
+            raise DraftlabError(
+                f"{rounds} rounds of {len(batch.live)} live rows on {self._target.device} gave no "
+                "token, so they did not run; pass decode.graphs=off, and report it"
+            )
         now = self._clock.read()
         spent = (now - began) / rounds
         finished = []

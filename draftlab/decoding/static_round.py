@@ -273,7 +273,8 @@ class StaticRound:
         return rule.verify(
             draft,
             probs,
-            accept_uniforms=self._uniforms(Purpose.ACCEPT, self._num_nodes),
+            # a dynamic tree may have grown fewer nodes than were asked for
+            accept_uniforms=self._uniforms(Purpose.ACCEPT, draft.tokens.shape[1]),
             next_uniforms=self._uniforms(Purpose.RESAMPLE, 1).squeeze(1),
         )
 

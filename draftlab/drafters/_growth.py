@@ -403,7 +403,8 @@ def _index(values: tuple[int, ...], device: torch.device) -> Int[Tensor, " N"]:
 
     Nothing is ever dropped: a captured round keeps reading it.
     """
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    with torch.inference_mode(False):  # whoever asks first, others may need gradients
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

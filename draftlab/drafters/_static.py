@@ -22,7 +22,7 @@ class AlreadyStatic:
     def propose(
         self, state: Any, budget: DraftBudget, uniforms: Float[Tensor, "R N"], *, live: int
     ) -> DraftTree:
-        """Propose a chain for all rows; `live` bounds nothing here."""
+        """Propose for all rows, chains or the tree asked for; `live` bounds nothing here."""
         return self._drafter.propose(state, budget, uniforms)
 
     def observe(self, state: Any, seen: Observation, *, live: int) -> None:

@@ -4,7 +4,7 @@ Read `process` first, then `adjust`, the part of it that greedy decoding needs a
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -111,9 +111,12 @@ def residual(p: Float[Tensor, "*N V"], q: Float[Tensor, "*N V"]) -> Float[Tensor
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _rows_of_one(law: Sampling, device: torch.device) -> SamplingRows:
-    """Build the tensors of one law once: a single row is broadcast over all."""
+    """Build the tensors of one law once: a single row is broadcast over all.
+
+    Some hundred bytes a law, never dropped: a captured round keeps reading them.
+    """
     return SamplingRows.of([law], device)
 
 

@@ -33,7 +33,7 @@ PRIMARIES = {
     "export": ("export", schema.ExportCommandSettings),
 }
 ECHO = "drafter=echo"  # README's own example: it has a test of its own
-OWN_WORDS = ("minutes=", "fresh=", "out=", "resume=")  # a command's own, not settings
+OWN_WORDS = ("minutes=", "fresh=", "out=", "resume=", "families=")  # a command's own, not settings
 
 
 def blocks(language):

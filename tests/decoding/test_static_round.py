@@ -80,6 +80,8 @@ class Trigram(Drafter, kind="trigram", settings=ScriptedSettings):
 
 
 DYNAMIC = {"tree": {"kind": "dynamic", "num_nodes": 7, "top_k": 3, "depth": 3}}
+SECOND_BRANCH = {"kind": "static", "shape": [2, 1, 1]}
+RULES_OF_TREES = ("point_mass", "sampled_verify")
 STATIC = {"tree": {"kind": "static", "shape": [3, 2, 1]}}
 CHAINS = {
     "plain": None,
@@ -89,8 +91,6 @@ CHAINS = {
     "mtp": {"kind": "mtp"},
     "medusa": {"kind": "medusa"},
 }
-
-
 TREES = [
     (name, words)
     for name in ("eagle3", "eagle3-reduced", "eagle", "mtp", "medusa")
@@ -233,17 +233,40 @@ def test_drawn_trees_are_those_of_the_ordinary_decoder(name, rule, tree, fast, p
     assert facts(found) == facts(expected)
 
 
+@pytest.mark.parametrize("words", [{}, *({"rule": r, **SAMPLED} for r in RULES_OF_TREES)])
+@pytest.mark.parametrize("sizes", [(24, 2, 3), (9, 1, 2), (2, 3, 4)])
+def test_a_dynamic_tree_may_have_fewer_nodes_than_it_may(sizes, words, fast, prompts):
+    tree = dict(zip(("num_nodes", "top_k", "depth"), sizes, strict=True), kind="dynamic")
+    expected, found = compared(fast, drafter_of("eagle3", fast), prompts, tree=tree, **words)
+    assert facts(found) == facts(expected)
+
+
+def test_a_row_that_ends_inside_a_tree_never_leaves_its_memory(fast, monkeypatch):
+    monkeypatch.setattr("draftlab.decoding.graphs._SMALLEST_BUCKET", 32)
+    run, most = StaticRound.run, []
+
+    def watched(self, live):
+        most.append(int(self.facts.base.max()) + self._num_nodes - self._kv.capacity)
+        run(self, live)
+
+    monkeypatch.setattr(StaticRound, "run", watched)
+    for length in range(4, 10):
+        prompts = [PROMPTS[3][:length]]
+        drafter = trigram_of(fast, prompts, decode_settings())
+        drafter.grows_trees = True
+        expected, found = compared(
+            fast, drafter, prompts, limits=[25 - length], rounds=6, tree=SECOND_BRANCH
+        )
+        assert facts(found) == facts(expected)
+    assert max(most) < 0
+
+
 def test_an_accepted_path_off_the_first_branch_is_moved_together(fast):
     prompts = [PROMPTS[k % 5] + [k] for k in range(8)]
     drafter = trigram_of(fast, prompts, decode_settings())
     drafter.grows_trees = True
     expected, found = compared(
-        fast,
-        drafter,
-        prompts,
-        limits=[24] * 8,
-        batch_size=4,
-        tree={"kind": "static", "shape": [2, 1, 1]},
+        fast, drafter, prompts, limits=[24] * 8, batch_size=4, tree=SECOND_BRANCH
     )
     assert facts(found) == facts(expected)
     assert {0, 1, 3} <= {step.num_accepted for answer in found for step in answer.steps}
@@ -263,14 +286,18 @@ def test_plain_draws_do_not_depend_on_where_the_host_looks(fast, prompts):
     assert facts(found) == facts(expected)
 
 
-def test_an_end_token_ends_an_answer_inside_an_accepted_run(fast, monkeypatch):
+@pytest.mark.parametrize("words", [{}, {"tree": SECOND_BRANCH}])
+def test_an_end_token_ends_an_answer_inside_an_accepted_run(words, fast, monkeypatch):
     drafter = trigram_of(fast, PROMPTS[:2], decode_settings())
+    drafter.grows_trees = True
     (free,) = Decoder(fast, None, decode_settings()).generate(PROMPTS[:1], max_new_tokens=20)
     were_inside, spec = [], fast.spec
     for place in range(7, 12):
         # a token of the answer itself, so that it surely comes
         monkeypatch.setattr(fast, "spec", replace(spec, eos_ids=(free.output_ids[place],)))
-        expected, found = compared(fast, drafter, PROMPTS[:2], limits=[20] * 2, ignore_eos=False)
+        expected, found = compared(
+            fast, drafter, PROMPTS[:2], limits=[20] * 2, ignore_eos=False, **words
+        )
         assert facts(found) == facts(expected)
         assert found[0].finish == "eos"
         last = found[0].steps[-1]
@@ -278,28 +305,39 @@ def test_an_end_token_ends_an_answer_inside_an_accepted_run(fast, monkeypatch):
     assert any(were_inside)
 
 
-def test_memory_of_an_earlier_call_leaves_no_trace(fast, prompts):
-    settings = decode_settings()
+@pytest.mark.parametrize("words", [{}, DYNAMIC])
+def test_memory_of_an_earlier_call_leaves_no_trace(words, fast, prompts):
+    settings = decode_settings(**words)
     drafter = drafter_of("eagle3", fast)
     runner = runner_of(fast, drafter, settings)
     expected = facts(Decoder(fast, drafter, settings).generate(prompts[:3], max_new_tokens=6))
+    kept = set()
     for _ in range(2):
         found = answers_of(runner, fast, drafter, settings, prompts[:3], limits=6, batch_size=2)
         assert facts(found) == expected
-    assert len(runner._sessions) == 1
+        (session,) = runner._sessions.values()
+        memory = session.batch.state.kv
+        kept.add(id(memory))
+    assert len(kept) == 1  # captured rounds hold on to it
 
 
-def test_lengths_may_cross_buckets(fast, prompts, monkeypatch):
+@pytest.mark.parametrize("words", [{}, DYNAMIC, {"tree": {"kind": "static", "shape": [6, 2]}}])
+def test_lengths_may_cross_buckets(words, fast, prompts, monkeypatch):
     monkeypatch.setattr("draftlab.decoding.graphs._SMALLEST_BUCKET", 8)
     drafter = drafter_of("eagle3", fast)
-    expected, found = compared(fast, drafter, prompts[:3], limits=[14, 20, 3], batch_size=3)
+    expected, found = compared(
+        fast, drafter, prompts[:3], limits=[14, 20, 3], batch_size=3, **words
+    )
     assert facts(found) == facts(expected)
 
 
-def test_the_end_of_the_targets_positions_is_reached(prompts):
+@pytest.mark.parametrize("words", [{}, DYNAMIC, STATIC])
+def test_the_end_of_the_targets_positions_is_reached(words, prompts):
     target = tiny_target("llama", num_hidden_layers=1, max_position_embeddings=40)
     choose_kernels(target, "fast")
-    expected, found = compared(target, drafter_of("medusa", target), prompts, limits=[99] * 5)
+    expected, found = compared(
+        target, drafter_of("medusa", target), prompts, limits=[99] * 5, **words
+    )
     assert facts(found) == facts(expected)
     assert len(found[3].output_ids) == 10
 
@@ -334,13 +372,25 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoNumbersInWhere(TorchFunctionMode):
-    """Refuses `where` with a Python number: on CUDA the number is copied, and waited for."""
+class NothingOfTheHost(TorchFunctionMode):
+    """Refuses numbers and lists that CUDA would copy and wait for, and copies to the host.
+
+    `where` and item assignment with a number, and indexing with a list, make a tensor of it.
+    """
+
+    to_host = (*(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu")), torch.tensor)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        numbers = []
         if func in (torch.where, torch.Tensor.where):
             numbers = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, float | int)]
-            assert not numbers, f"where with {numbers}"
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], float | int):
+            numbers = [args[2]]
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            numbers += [x for x in index if isinstance(x, list | range)]
+        assert not numbers, f"{func.__name__} with {numbers}"
+        assert func not in self.to_host, f"{func.__name__} waits"
         return func(*args, **(kwargs or {}))
 
 
@@ -349,6 +399,8 @@ NEVER_WAITING = [
     *((name, tree) for name, tree in TREES if name != "eagle"),
     ("eagle3", {"rule": "point_mass", **SAMPLED, **DYNAMIC}),
     ("eagle3", {"rule": "without_replacement", **SAMPLED, **STATIC}),
+    ("eagle3-reduced", {"rule": "without_replacement", "top_p": 0.9, **SAMPLED, **STATIC}),
+    ("eagle", {"rule": "sampled_verify", "top_k": 20, **SAMPLED, **DYNAMIC}),
     ("medusa", {"rule": "sampled_verify", **SAMPLED, **STATIC}),
 ]
 
@@ -367,7 +419,7 @@ def test_a_round_never_waits_for_the_device(name, words, fast, prompts, monkeypa
 
     def guarded(self, live):
         if seen:  # laws are made into tensors once, before any capture
-            with NoSync(), NoNumbersInWhere():
+            with NoSync(), NothingOfTheHost():
                 run(self, live)
         else:
             run(self, live)
@@ -383,8 +435,15 @@ def test_the_guard_finds_a_sync():
         bool(torch.ones(1) > 0)
     with pytest.raises(AssertionError, match="waits"), NoSync():
         torch.ones(2)[torch.ones(2) > 0]
-    with pytest.raises(AssertionError, match="where with"), NoNumbersInWhere():
-        torch.where(torch.ones(1) > 0, torch.ones(1), 0)
+    ones = torch.ones(2)
+    with pytest.raises(AssertionError, match="where with"), NothingOfTheHost():
+        torch.where(ones > 0, ones, 0)
+    with pytest.raises(AssertionError, match="getitem"), NothingOfTheHost():
+        ones[[0, 1]]
+    with pytest.raises(AssertionError, match="setitem"), NothingOfTheHost():
+        ones[0] = 0
+    with pytest.raises(AssertionError, match="tolist"), NothingOfTheHost():
+        ones.tolist()
 
 
 def test_graphs_forced_on_a_cpu_are_refused_with_the_reason(fast):

@@ -11,7 +11,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.graphs import StaticRunner
+from draftlab.decoding.plan import make_plan
+from draftlab.decoding.requests import make_rows
+from draftlab.decoding.settings import DecodeSettings
+from draftlab.decoding.timing import DeviceClock
 from draftlab.errors import UnsupportedTarget
+from draftlab.settings.base import parse_settings
+from draftlab.settings.compose import compose
 from draftlab.targets import flash_chain
 from draftlab.targets.fast import FastDoor
 from draftlab.targets.features import FeatureRequest
@@ -259,6 +267,41 @@ def test_some_layers_alone_go_through_the_kernel():
     torch.testing.assert_close(hidden[1], hidden[0], rtol=0, atol=1e-10)
 
 
+def test_rounds_on_the_device_alone_go_through_the_kernel():
+    """With empty slots and rows that are done: the stand-in refuses lengths past memory."""
+    target = tiny_target("qwen3", **MIXED_WINDOWS)
+    choose_kernels(target, "fast")
+    data = compose("train", ["decode=greedy"]).data["decode"] | {"ignore_eos": True}
+    settings = parse_settings(DecodeSettings, data)
+    prompts, limits = [[1, 2, 3], [7] * 20, [9], [4] * 11], [30, 3, 12, 9]
+    expected = Decoder(target, None, settings).generate(prompts, max_new_tokens=limits)
+
+    assert isinstance(target.door, FastDoor)
+    kernel = StandIn()
+    target.door.chain = FlashChain("stand-in", kernel)
+    rows = make_rows(
+        target,
+        prompts,
+        sampling=settings.sampling,
+        max_new_tokens=limits,
+        stops=None,
+        row_keys=None,
+    )
+    runner = StaticRunner(
+        target,
+        None,
+        settings,
+        make_plan(settings, None),
+        clock=DeviceClock(CPU),
+        eos_ids=frozenset(),
+        captures=False,
+    )
+    rule = Decoder(target, None, settings)._judge.rule
+    found = {answer.prompt_index: answer.output_ids for answer in runner.run(rows, 3, None, rule)}
+    assert found == {answer.prompt_index: answer.output_ids for answer in expected}
+    assert (1, False) in kernel.calls
+
+
 def test_a_kernel_that_agrees_is_taken_at_load(install):
     target = tiny_target("llama")
     kernel = install(StandIn())
@@ -369,7 +412,7 @@ def test_packages_are_those_made_for_the_device_and_the_numbers(
     assert packages_for(CUDA, dtype, head_dim) == expected
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError, ImportError, OSError])
+@pytest.mark.parametrize("error", [ModuleNotFoundError, OSError, RuntimeError, AttributeError])
 def test_a_package_that_cannot_be_imported_is_no_kernel(monkeypatch, error):
     def fail(name):
         raise error(f"{name}: undefined symbol")

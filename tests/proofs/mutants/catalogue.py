@@ -22,6 +22,7 @@ TREES = "tests/decoding/test_trees.py::test_every_path_of_a_tree_gives_the_plain
 HISTORY = "tests/proofs/test_observed_paths.py::test_any_history_of_rounds_equals_a_fresh_prefill"
 POISON = "tests/proofs/test_poisoned_memory.py::test_a_drafter_never_sees_past_a_rows_end"
 ROWS = "tests/decoding/test_mixed_rows.py"
+STATIC = "tests/decoding/test_static_round.py"
 
 
 @dataclass(frozen=True)
@@ -388,5 +389,41 @@ MUTANTS = [
         "last = (seen.lengths - 1).clamp_min(0)",
         "last = torch.full_like(seen.lengths, seen.ids.shape[1] - 1)",
         (HISTORY, "-k", "medusa"),
+    ),
+    # ---------------------------------------------------------------- rounds on the device alone
+    Mutant(
+        "rounds look no further than a chain's end, though a tree is wider",
+        "decoding/graphs.py",
+        "rounds * (self._plan.depth + 1) + self._plan.num_nodes + 1",
+        "rounds * (self._plan.depth + 1) + self._plan.depth + 1",
+        (STATIC, "-k", "cross_buckets"),
+    ),
+    Mutant(
+        "memory ends where answers end, though a tree is not cut to their room",
+        "decoding/graphs.py",
+        "longest + self._plan.depth + self._plan.num_nodes + 1",
+        "longest + self._plan.num_nodes + 1",
+        (STATIC, "-k", "ends_inside_a_tree"),
+    ),
+    Mutant(
+        "an accepted path stays where its tree was",
+        "decoding/static_round.py",
+        "self._kv.compact(self._rows, facts.base, path)",
+        "pass",
+        (STATIC, "-k", "off_the_first_branch"),
+    ),
+    Mutant(
+        "siblings are drawn with replacement, and their laws say otherwise",
+        "drafters/_growth.py",
+        "left.index_copy_(1, parents, remaining)",
+        "pass",
+        ("tests/drafters/test_growth.py",),
+    ),
+    Mutant(
+        "a foreign kernel's window is one token too wide",
+        "targets/flash_chain.py",
+        "(window - 1, 0)",
+        "(window, 0)",
+        ("tests/targets/test_flash_chain.py", "-k", "same_numbers"),
     ),
 ]
