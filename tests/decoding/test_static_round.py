@@ -261,6 +261,24 @@ def test_a_row_that_ends_inside_a_tree_never_leaves_its_memory(fast, monkeypatch
     assert max(most) < 0
 
 
+@pytest.mark.parametrize("shape", [[6, 2], [2, 1, 1]])
+def test_no_node_lies_past_what_a_round_looks_at(shape, fast, prompts, monkeypatch):
+    # sizes that are rounded up would hide a bound that is too low
+    monkeypatch.setattr("draftlab.decoding.graphs._bucket", lambda length: length)
+    run, most = StaticRound.run, []
+
+    def watched(self, live):
+        is_live = ~self.facts.is_done
+        most.append(int((self.facts.base * is_live).max()) + self._num_nodes + 1 - live)
+        run(self, live)
+
+    monkeypatch.setattr(StaticRound, "run", watched)
+    tree = {"kind": "static", "shape": shape}
+    expected, found = compared(fast, drafter_of("eagle3", fast), prompts, tree=tree)
+    assert facts(found) == facts(expected)
+    assert max(most) <= 0
+
+
 def test_an_accepted_path_off_the_first_branch_is_moved_together(fast):
     prompts = [PROMPTS[k % 5] + [k] for k in range(8)]
     drafter = trigram_of(fast, prompts, decode_settings())

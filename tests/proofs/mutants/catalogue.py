@@ -396,7 +396,7 @@ MUTANTS = [
         "decoding/graphs.py",
         "rounds * (self._plan.depth + 1) + self._plan.num_nodes + 1",
         "rounds * (self._plan.depth + 1) + self._plan.depth + 1",
-        (STATIC, "-k", "cross_buckets"),
+        (STATIC, "-k", "no_node_lies_past"),
     ),
     Mutant(
         "memory ends where answers end, though a tree is not cut to their room",
