@@ -214,7 +214,11 @@ class StaticAnswers:
         )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        batch_size: int,
     ) -> list[Generation]:
         """Answer prompts, in their order."""
         rows = make_rows(

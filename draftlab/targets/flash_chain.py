@@ -137,8 +137,10 @@ def find_flash_chain(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     for package in packages_for(device, dtype, head_dim):
         try:
             module = importlib.import_module(package.module)
-        except Exception as error:  # absent, or built for another torch or CUDA: any of a dozen
-            log.debug("%s cannot be imported: %s", package.module, error)
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # built for another torch or CUDA: raises any of a dozen
+            log.warning("%s is installed, but cannot be imported: %s", package.module, error)
             continue
         kernel = getattr(module, "flash_attn_with_kvcache", None)
         if kernel is not None:

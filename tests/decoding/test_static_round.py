@@ -18,7 +18,7 @@ from draftlab.drafters._static import AlreadyStatic
 from draftlab.drafters.base import Drafter, drafter_class
 from draftlab.drafters.store import build_drafter
 from draftlab.drafters.tree import chain_of_points
-from draftlab.errors import ConfigError
+from draftlab.errors import ConfigError, DraftlabError
 from draftlab.settings.base import parse_settings
 from draftlab.settings.compose import compose
 from draftlab.targets.features import FeatureRequest
@@ -462,6 +462,14 @@ def test_the_guard_finds_a_sync():
         ones[0] = 0
     with pytest.raises(AssertionError, match="tolist"), NothingOfTheHost():
         ones.tolist()
+
+
+def test_rounds_that_give_nothing_end_with_an_error(fast, prompts, monkeypatch):
+    monkeypatch.setattr(StaticRound, "run", lambda self, live: None)
+    settings = decode_settings()
+    runner = runner_of(fast, None, settings)
+    with pytest.raises(DraftlabError, match=r"gave no token.*decode\.graphs=off"):
+        answers_of(runner, fast, None, settings, prompts[:1], limits=3, batch_size=1)
 
 
 def test_graphs_forced_on_a_cpu_are_refused_with_the_reason(fast):

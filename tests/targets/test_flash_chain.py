@@ -11,15 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from draftlab.cli.bench_gpu_target import StaticAnswers, settings_of
 from draftlab.decoding.decoder import Decoder
-from draftlab.decoding.graphs import StaticRunner
-from draftlab.decoding.plan import make_plan
-from draftlab.decoding.requests import make_rows
-from draftlab.decoding.settings import DecodeSettings
-from draftlab.decoding.timing import DeviceClock
 from draftlab.errors import UnsupportedTarget
-from draftlab.settings.base import parse_settings
-from draftlab.settings.compose import compose
 from draftlab.targets import flash_chain
 from draftlab.targets.fast import FastDoor
 from draftlab.targets.features import FeatureRequest
@@ -271,34 +265,16 @@ def test_rounds_on_the_device_alone_go_through_the_kernel():
     """With empty slots and rows that are done: the stand-in refuses lengths past memory."""
     target = tiny_target("qwen3", **MIXED_WINDOWS)
     choose_kernels(target, "fast")
-    data = compose("train", ["decode=greedy"]).data["decode"] | {"ignore_eos": True}
-    settings = parse_settings(DecodeSettings, data)
+    settings = settings_of()
     prompts, limits = [[1, 2, 3], [7] * 20, [9], [4] * 11], [30, 3, 12, 9]
     expected = Decoder(target, None, settings).generate(prompts, max_new_tokens=limits)
 
     assert isinstance(target.door, FastDoor)
     kernel = StandIn()
     target.door.chain = FlashChain("stand-in", kernel)
-    rows = make_rows(
-        target,
-        prompts,
-        sampling=settings.sampling,
-        max_new_tokens=limits,
-        stops=None,
-        row_keys=None,
-    )
-    runner = StaticRunner(
-        target,
-        None,
-        settings,
-        make_plan(settings, None),
-        clock=DeviceClock(CPU),
-        eos_ids=frozenset(),
-        captures=False,
-    )
-    rule = Decoder(target, None, settings)._judge.rule
-    found = {answer.prompt_index: answer.output_ids for answer in runner.run(rows, 3, None, rule)}
-    assert found == {answer.prompt_index: answer.output_ids for answer in expected}
+    rounds = StaticAnswers(target, None, settings, captures=False)
+    found = rounds.generate(prompts, max_new_tokens=limits, batch_size=3)
+    assert [answer.output_ids for answer in found] == [answer.output_ids for answer in expected]
     assert (1, False) in kernel.calls
 
 
@@ -413,13 +389,16 @@ def test_packages_are_those_made_for_the_device_and_the_numbers(
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError, OSError, RuntimeError, AttributeError])
-def test_a_package_that_cannot_be_imported_is_no_kernel(monkeypatch, error):
+def test_a_package_that_cannot_be_imported_is_no_kernel(monkeypatch, caplog, error):
     def fail(name):
         raise error(f"{name}: undefined symbol")
 
     monkeypatch.setattr(flash_chain, "packages_for", lambda *asked: (FLASH_3, FLASH_2))
     monkeypatch.setattr(importlib, "import_module", fail)
-    assert find_flash_chain(CUDA, torch.bfloat16, 64) is None
+    with caplog.at_level(logging.WARNING):
+        assert find_flash_chain(CUDA, torch.bfloat16, 64) is None
+    # nobody is told of what is not there; a broken one is named
+    assert ("flash_attn is installed, but" in caplog.text) == (error is not ModuleNotFoundError)
 
 
 def test_a_package_of_that_name_without_the_function_is_no_kernel(install):
