@@ -24,8 +24,9 @@ sampled  Many short answers with drafts and without, compared as draws of one la
          printed. With rule=sampled_verify also: the same seed gives the same tokens.
 
 Ends with exit code 3 when something speaks against losslessness. LOSSY rules always do. Writes
-audit.json (audit-2.json, ...: nothing is overwritten) into the run that the drafter belongs to,
-else, or with another target than the run's, into a run of its own.
+audit.json (audit-2.json, ...: nothing is overwritten), which names this command and the versions,
+into the run that the drafter belongs to, else, or with another target than the run's, into a run of
+its own.
 
   drafter=DRAFTER              ngram, a run, a drafter folder or a hub id
   target=... hardware=...      a run's own when left out; target.dtype=float32 for another dtype
@@ -57,6 +58,7 @@ def run(args: Sequence[str]) -> int:
     from draftlab.evaluation.audit import audit_drafter
     from draftlab.evaluation.audit_results import report_to_json
     from draftlab.reports.audit import audit_headline, audit_lines
+    from draftlab.runs.provenance import collect_provenance
     from draftlab.targets.load import load_target, resolve
 
     settings = settings_of(AuditCommandSettings, compose_for_drafters("audit", words))
@@ -66,6 +68,7 @@ def run(args: Sequence[str]) -> int:
     settings = settings.model_copy(update={"target": resolve(settings.target)})
     home = find_home([settings.drafter], settings, words)
     require_writable(home.path if home else settings.paths.outputs)
+    provenance = collect_provenance(seed=settings.audit.seed)
     target = load_target(settings.target)
     place_drafters(target, settings.hardware)
     drafter = open_drafter(settings.drafter, target)
@@ -81,7 +84,7 @@ def run(args: Sequence[str]) -> int:
         # one file an audit: the verdict on one rule does not replace another's
         names = itertools.chain(["audit.json"], (f"audit-{i}.json" for i in itertools.count(2)))
         path = next(p for name in names if not (p := owner.path / name).exists())
-        write_json(path, report_to_json(report))
+        write_json(path, {**report_to_json(report), "provenance": provenance})
     headline = audit_headline(report)
     print("\n".join([*audit_lines(report), headline, f"written to {path}"]))
     if not report.passes:

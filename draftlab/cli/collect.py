@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _LEAST_ANSWER_TOKENS = 32
+_TIME_TOLERANCE = 1.1  # a last shard may end this much late: better than to leave its time unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def collect_samples(
     seed: int,
     is_first_rank: bool = True,
     may_answer: bool = True,
-    keep_on: Callable[[int, int], bool] | None = None,
+    answer_s: float | None = None,
 ) -> Collected:
     """Read the data and, where the target is to answer it, write the answers that are missing.
 
@@ -79,8 +80,8 @@ def collect_samples(
         seed: root of the draws.
         is_first_rank: the first process answers, others wait until all is there.
         may_answer: False takes the answers that are there, even if some are missing.
-        keep_on: called after each shard with (shards done, shards in all); False stops early, and
-            what is there is used.
+        answer_s: seconds after which no further shard is begun, and what is there is used; None
+            has every prompt answered.
 
     Raises:
         DataError: bad lines, missing files, nothing to learn.
@@ -123,7 +124,7 @@ def collect_samples(
     if may_answer:
         target.run_on_first(
             lambda: _answer(
-                target, questions, answering, store, needs, seed, data.max_tokens, keep_on
+                target, questions, answering, store, needs, seed, data.max_tokens, answer_s
             ),
             is_first=is_first_rank,
         )
@@ -134,10 +135,12 @@ def collect_samples(
     cut = cut_samples(store.read(), data.max_tokens)
     if not cut.samples:
         raise DataError("no token to learn: the target gave no answer to any prompt")
+    size = answering.prompts_per_shard
+    answered = [q for i in store.list_shards() for q in questions[i * size : (i + 1) * size]]
     facts = {
         "answers": "target",
         "folder": str(store.folder),
-        "num_prompts": len({q.prompt_id for q in questions}),
+        "num_prompts": len({q.prompt_id for q in answered}),
         "num_answers": len(cut.samples),
         "num_answer_tokens": sum(sample.num_learned for sample in cut.samples),
         "num_tokens": sum(len(sample) for sample in cut.samples),
@@ -221,7 +224,7 @@ def _answer(
     needs: FeatureRequest,
     seed: int,
     max_tokens: int,
-    keep_on: Callable[[int, int], bool] | None,
+    answer_s: float | None,
 ) -> None:
     size = answering.prompts_per_shard
     num_shards = -(-len(questions) // size)
@@ -229,17 +232,24 @@ def _answer(
     if not missing:
         log.info("answers are there already: %s", store.folder)
         return
-    if answering.capture_features:
+    if answering.capture_features and answer_s is None:
         log.info("%s", _describe_features(target, questions, answering, needs, max_tokens))
     here = sum(len(questions[i * size : (i + 1) * size]) for i in missing)
     began = time.monotonic()
-    tokens = 0
-    with Ticker("the target answers", here) as ticker:
+    num_answers = num_tokens = 0
+    total = here if answer_s is None else round(answer_s)
+    with Ticker("the target answers", total, unit="" if answer_s is None else " s") as ticker:
 
         def count(answer: Generation) -> None:
-            nonlocal tokens
-            tokens += len(answer.output_ids)
-            ticker.advance(1, note=f"{tokens / (time.monotonic() - began):.0f} tokens/s")
+            nonlocal num_answers, num_tokens
+            num_answers += 1
+            num_tokens += len(answer.output_ids)
+            spent = time.monotonic() - began
+            speed = f"{num_tokens / spent:.0f} tokens/s"
+            if answer_s is None:
+                ticker.update(num_answers, note=speed)
+            else:
+                ticker.update(min(total, round(spent)), note=f"{num_answers} answers, {speed}")
 
         regenerate(
             target,
@@ -250,8 +260,21 @@ def _answer(
             seed=seed,
             max_tokens=max_tokens,
             on_answer=count,
-            on_shard=keep_on,
+            on_shard=None if answer_s is None else _stop_after(answer_s),
         )
+
+
+def _stop_after(seconds: float) -> Callable[[int, int], bool]:
+    """Begin no shard that would, at the pace so far, end after the time given."""
+    began = time.monotonic()
+    num_done = 0
+
+    def keeps_on(_done: int, _total: int) -> bool:
+        nonlocal num_done
+        num_done += 1
+        return (time.monotonic() - began) * (num_done + 1) / num_done <= _TIME_TOLERANCE * seconds
+
+    return keeps_on
 
 
 def _describe_features(

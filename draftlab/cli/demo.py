@@ -133,9 +133,8 @@ class Demo:
         if "plan" in self.stages:
             return settings
         rates = self._probe(settings)
-        plan = plan_stages(
-            self.total_s, time.monotonic() - self._began, rates, len(load_prompts("train"))
-        )
+        num_prompts = len(load_prompts("train")[: settings.data.max_samples])
+        plan = plan_stages(self.total_s, time.monotonic() - self._began, rates, num_prompts)
         print(plan.describe())
         sampled = {"temperature": 0.7, "top_p": 0.95} if plan.answers_per_prompt > 1 else {}
         regenerate = settings.regenerate.model_copy(
@@ -146,12 +145,10 @@ class Demo:
                 **sampled,
             }
         )
-        data = settings.data.model_copy(update={"max_samples": plan.num_prompts})
         train = settings.train.model_copy(update={"max_minutes": round(plan.train_s / 60, 2)})
         settings = settings.model_copy(
             update={
                 "eval": apply_to_eval(plan, settings.eval),
-                "data": data,
                 "regenerate": regenerate,
                 "train": train,
             }
@@ -196,14 +193,12 @@ class Demo:
     def _collect(self) -> Any:
         """Let the target answer until its time is up; what was written by then is used."""
         from draftlab.cli.collect import collect_samples
+        from draftlab.cli.plan import ANSWERING_SHARE
         from draftlab.cli.train_job import find_needs
 
         began = time.monotonic()
-        allowed = self.stages["plan"]["answer_s"]
-
-        def keep_on(done: int, total: int) -> bool:
-            return (time.monotonic() - began) * (done + 1) / done < 1.15 * allowed
-
+        left = self._seconds_left()
+        allowed = self.stages["plan"]["answer_s"] if left is None else ANSWERING_SHARE * left
         is_done = "answers" in self.stages
         collected = collect_samples(
             self.target,
@@ -212,7 +207,7 @@ class Demo:
             self.settings.paths,
             needs=find_needs(self.settings, self.target),
             seed=self.settings.seed,
-            keep_on=keep_on,
+            answer_s=allowed,
             may_answer=not is_done,
         )
         if not is_done:
@@ -233,15 +228,22 @@ class Demo:
         self._mark("train", {"steps": result.total_steps, "tau": result.best_tau})
 
     def _minutes_left_for_training(self) -> float:
-        """Correct the plan by what the first stages took; one evaluation is still to come."""
-        plan, spent = self.stages["plan"], time.monotonic() - self._began
-        slowness = max(0.7, self.stages["ngram"]["seconds"] / plan["eval_s"])
-        left = 0.95 * self.total_s - spent - slowness * plan["eval_s"]
-        if spent < plan["spent_s"] + plan["eval_s"] / 2:
-            left = plan["train_s"]  # resumed: earlier stages were not part of this process's time
+        plan, left = self.stages["plan"], self._seconds_left()
+        left = plan["train_s"] if left is None else left
         if left < plan["train_s"] / 2:
             log.info("this machine is slower than planned: training gets %.0f s", max(20.0, left))
         return round(max(20.0, left) / 60, 2)
+
+    def _seconds_left(self) -> float | None:
+        """Correct the plan by what the first report took; the last one is still to come.
+
+        None where the run was resumed: earlier stages were not part of this process's time.
+        """
+        plan, spent = self.stages["plan"], time.monotonic() - self._began
+        if spent < plan["spent_s"] + self.stages["ngram"]["seconds"]:
+            return None
+        slowness = max(0.4, self.stages["ngram"]["seconds"] / plan["eval_s"])
+        return max(20.0, 0.95 * self.total_s - spent - slowness * plan["eval_s"])
 
     def _measure_trained(self) -> None:
         if "final" in self.stages:

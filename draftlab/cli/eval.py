@@ -18,9 +18,10 @@ Decodes evaluation prompts with every drafter and without one, in the same engin
 batches on all prompts, speed at batch 1 with the arms interleaved, and an audit of the timed
 answers. Ends with exit code 3 when the audit finds a defect.
 
-Writes eval/SUITE with summary.json, generations.jsonl, steps.jsonl, report.html and report.md into
-the run of the first drafter that belongs to one, else into a run of its own; also into one of its
-own with another target than the run's. Nothing is overwritten: where SUITE is there, it is SUITE-2.
+Writes eval/SUITE with provenance.json (this command, versions, machine), summary.json,
+generations.jsonl, steps.jsonl, report.html and report.md into the run of the first drafter that
+belongs to one, else into a run of its own; also into one of its own with another target than the
+run's. Nothing is overwritten: where SUITE is there, it is SUITE-2.
 The run's report is that of its fullest evaluation; draftlab report RUN suite=NAME shows another.
 
   drafter=DRAFTER              ngram, a run, a drafter folder or a hub id

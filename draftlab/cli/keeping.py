@@ -1,6 +1,7 @@
 """Where what was measured is kept: in the run that a drafter belongs to, or in a run of its own.
 
-Nothing that was measured before is overwritten. Read first: find_home, own_run, free_suite.
+Nothing that was measured before is overwritten, and beside it stands the command that measured it.
+Read first: find_home, own_run, free_suite.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from draftlab.cli.drafters import find_owning_run
 from draftlab.cli.schema import CommandSettings
 from draftlab.drafters.base import DrafterSettings
 from draftlab.runs.provenance import collect_provenance
-from draftlab.runs.run_dir import RunDir, create_run, write_json
+from draftlab.runs.run_dir import PROVENANCE, RunDir, create_run, write_json
 from draftlab.targets.settings import TargetSettings
 
 # which target it is; dtype, device and kernels are how it runs
@@ -74,9 +75,37 @@ def own_run(settings: CommandSettings, name: str) -> Iterator[RunDir]:
 
 
 def free_suite(run: RunDir, suite: str) -> str:
-    """Give an evaluation the first free name: the suite's, else SUITE-2, SUITE-3, ..."""
+    """Give an evaluation the first free name: the suite's, else SUITE-2, SUITE-3, ...
+
+    One that was stopped before it had a result left its provenance only, and takes no name.
+    """
     names = itertools.chain([suite], (f"{suite}-{i}" for i in itertools.count(2)))
-    return next(name for name in names if not run.eval_path(name).exists())
+    return next(name for name in names if not _holds_results(run.eval_path(name)))
+
+
+@contextmanager
+def note_provenance(folder: Path, *, seed: int, goes_on: bool) -> Iterator[None]:
+    """Write into an evaluation's folder which command makes it, with which versions, and when.
+
+    It stands there before the work begins. An evaluation that is made anew in the same folder
+    brings its own when it has its results: until then the earlier ones are there.
+
+    Args:
+        folder: the evaluation's.
+        seed: the evaluation's.
+        goes_on: with an earlier stage, whose provenance stays.
+    """
+    provenance, path = collect_provenance(seed=seed), folder / PROVENANCE
+    is_anew = _holds_results(folder)
+    if not goes_on and not is_anew:
+        write_json(path, provenance)
+    yield
+    if not goes_on and is_anew:
+        write_json(path, provenance)
+
+
+def _holds_results(folder: Path) -> bool:
+    return folder.is_dir() and any(path.name != PROVENANCE for path in folder.iterdir())
 
 
 def _other_target(run: RunDir, target: TargetSettings) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from draftlab.cli.collect import encode_prompts
+from draftlab.cli.keeping import note_provenance
 from draftlab.cli.progress import StageTicker
 from draftlab.data.conversations import read_files
 from draftlab.data.prompts import load_prompts
@@ -85,24 +86,38 @@ def measure_drafters(
     settings: EvalSettings,
     decode: DecodeSettings,
     *,
-    folder: Path | None,
+    folder: Path,
     cache: Path,
     earlier: EvalResult | None = None,
 ) -> EvalResult:
-    """Run a suite over drafters, showing how far it is."""
+    """Run a suite over drafters, showing how far it is.
+
+    Args:
+        target: the target.
+        drafters: name -> drafter.
+        settings: what to measure.
+        decode: how answers are decoded.
+        folder: where results and their provenance are written.
+        cache: folder for files of the `datasets` library.
+        earlier: the result of an earlier stage in the same folder, to merge into.
+
+    Raises:
+        DraftlabError: prompts that cannot be read, or what cannot be measured together.
+    """
     prompts, validation = load_eval_prompts(target, settings, cache)
     ticker = StageTicker()
     try:
-        return evaluate(
-            target,
-            drafters,
-            prompts,
-            settings,
-            decode,
-            validation=validation,
-            earlier=earlier,
-            folder=folder,
-            progress=ticker,
-        )
+        with note_provenance(folder, seed=settings.seed, goes_on=earlier is not None):
+            return evaluate(
+                target,
+                drafters,
+                prompts,
+                settings,
+                decode,
+                validation=validation,
+                earlier=earlier,
+                folder=folder,
+                progress=ticker,
+            )
     finally:
         ticker.close()

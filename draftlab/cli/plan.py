@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from draftlab.evaluation.settings import EvalSettings
 
+ANSWERING_SHARE = 0.42  # of what evaluation leaves; training has the rest
+
 _DOMAINS = 12
 _ARMS = 3  # baseline, baseline again, drafter
 _FIRST_REPORT_S = 165.0
@@ -64,7 +66,7 @@ class StagePlan:
         eval_s: one drafter's evaluation, of two.
         answer_s: at most this long the target answers.
         train_s: optimizer steps.
-        num_prompts: training prompts that are answered.
+        num_prompts: training prompts that will be answered in that time, if the rates hold.
         answers_per_prompt: answers of each.
         answer_tokens: limit of an answer.
         prompts_per_domain: evaluation prompts.
@@ -105,7 +107,7 @@ class StagePlan:
             (
                 "the target answers training prompts",
                 self.answer_s,
-                f"{self.num_prompts} prompts x {self.answers_per_prompt}, "
+                f"about {self.num_prompts} prompts x {self.answers_per_prompt}, "
                 f"at most {self.answer_tokens} tokens",
             ),
             ("train the drafter", self.train_s, ""),
@@ -135,7 +137,7 @@ def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) 
     sizes = next((s for s in _EVAL_SIZES if _eval_seconds(s, rates) <= allowed), _EVAL_SIZES[-1])
     eval_s = _eval_seconds(sizes, rates)
     rest = max(_LEAST_TRAINING_S, left - 2 * eval_s)
-    allowed = 0.42 * rest
+    allowed = ANSWERING_SHARE * rest
     rounds = {limit: num_prompts * mean / rates.answering for limit, mean in _ANSWER_SIZES}
     limit = next(
         (

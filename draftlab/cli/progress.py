@@ -23,10 +23,11 @@ class Ticker:
     `with Ticker("answers", total) as tick: tick.advance(1, note="250 tok/s")`.
     """
 
-    def __init__(self, what: str, total: int) -> None:
-        """Name the work and its size in units."""
+    def __init__(self, what: str, total: int, *, unit: str = "") -> None:
+        """Name the work, its size, and the unit it is counted in where that is no piece of it."""
         self.what = what
         self.total = total
+        self._unit = unit
         self.done = 0
         self._note = ""
         self._began = self._last_line = time.monotonic()
@@ -36,6 +37,7 @@ class Ticker:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
+            TextColumn(unit),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -79,7 +81,9 @@ class Ticker:
         left = spent / self.done * (self.total - self.done) if self.done else None
         eta = f", {left:.0f} s left" if left and left >= 1 else ""
         note = f", {self._note}" if self._note else ""
-        print(f"{self.what}: {self.done}/{self.total}, {spent:.0f} s{eta}{note}", flush=True)
+        done = f"{self.done}/{self.total}{self._unit}"
+        taken = "" if self._unit == " s" else f", {spent:.0f} s"
+        print(f"{self.what}: {done}{taken}{eta}{note}", flush=True)
 
 
 class StageTicker:

@@ -7,8 +7,8 @@ from draftlab.errors import ConfigError
 
 HELP = """usage: draftlab report RUN [suite=NAME]
 
-Writes report.html and report.md of a run again, from eval/NAME/summary.json and metrics.jsonl.
-Nothing is measured.
+Writes report.html and report.md of a run again, from what lies in eval/NAME and metrics.jsonl.
+Nothing is measured. The conditions name the command that measured, and when.
 
   suite=NAME                   one of the run's evaluations, such as smoke or domains-2; the fullest
                                when left out

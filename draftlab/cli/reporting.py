@@ -11,7 +11,7 @@ from draftlab.reports import html
 from draftlab.reports.facts import ReportInput, TrainingFacts
 from draftlab.reports.samples import pick_samples
 from draftlab.runs.metrics_log import read_metrics
-from draftlab.runs.run_dir import RunDir
+from draftlab.runs.run_dir import PROVENANCE, RunDir
 
 
 def write_report(
@@ -127,7 +127,14 @@ def _gather(run: RunDir, suite: str, pending: tuple[str, ...]) -> ReportInput:
         run=run.path.name,
         pending=pending,
         others=[name for name in list_evaluations(run) if name != suite],
+        provenance=_read_provenance(run.eval_path(suite)),
     )
+
+
+def _read_provenance(folder: Path) -> dict[str, Any]:
+    """Read which command made an evaluation; nothing of one from before that was written down."""
+    path = folder / PROVENANCE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _most_tokens(result: EvalResult) -> int:

@@ -51,6 +51,7 @@ class ReportInput:
         run: what the run is called.
         pending: drafters that are still to be measured; the report says so.
         others: further evaluations of the run, by name; the report says where theirs are.
+        provenance: of the evaluation; the report says which command made it, and when.
     """
 
     result: EvalResult
@@ -60,3 +61,4 @@ class ReportInput:
     run: str = ""
     pending: Sequence[str] = field(default_factory=tuple)
     others: Sequence[str] = field(default_factory=tuple)
+    provenance: Mapping[str, Any] = field(default_factory=dict)

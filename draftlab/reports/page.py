@@ -3,7 +3,9 @@
 In: `ReportInput`. Out: `Page`. Read first: build_page.
 """
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftlab.evaluation.results import EvalResult
@@ -69,7 +71,7 @@ def build_page(given: ReportInput) -> Page:
         lossless=_lossless(result),
         defects=defect_table(result),
         training=training_table(given.training),
-        conditions=(*_conditions(result), *_others(given)),
+        conditions=(*_origin(given), *_conditions(result), *_others(given)),
         not_measured=_not_measured(given),
         samples=tuple(given.samples),
     )
@@ -199,6 +201,16 @@ def _conditions(result: EvalResult) -> tuple[tuple[str, str], ...]:
         ("versions", ", ".join(f"{name} {v}" for name, v in versions.items() if v)),
     ]
     return tuple((name, str(value)) for name, value in rows if value not in (None, ""))
+
+
+def _origin(given: ReportInput) -> tuple[tuple[str, str], ...]:
+    """Say which command measured, and when it began."""
+    if not given.provenance:
+        return ()
+    program, *rest = shlex.split(given.provenance["command"])
+    # where the program lies says nothing on another machine
+    command = shlex.join([Path(program).name, *rest])
+    return (("command", command), ("begun", given.provenance["time"]))
 
 
 def _others(given: ReportInput) -> tuple[tuple[str, str], ...]:

@@ -19,6 +19,7 @@ import yaml
 from draftlab.errors import CheckpointError
 from draftlab.files import write_atomic
 
+PROVENANCE = "provenance.json"  # of a run, and of an evaluation in its own folder
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # no look-alikes: people type these
 
 
@@ -46,7 +47,7 @@ class RunDir:
     @property
     def provenance_path(self) -> Path:
         """Command, code, versions and machine."""
-        return self.path / "provenance.json"
+        return self.path / PROVENANCE
 
     @property
     def metrics_path(self) -> Path:

@@ -1,13 +1,12 @@
 """What a training set out to do, fixed once and kept in checkpoints/plan.json.
 
 A resumed training must be the same training: same data, same optimizer, same number of steps. A
-time limit is turned into a number of steps when the training starts, and never again, so that the
-schedule of a resumed run is the schedule it began with.
+time limit is turned into a number of steps (time_limit.py); where a later look at the pace changes
+it, the plan keeps from which step on, so that a resumed run follows the schedule it had.
 """
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ from draftlab.errors import CheckpointError
 from draftlab.files import write_atomic
 from draftlab.training.checkpoints import read_json
 from draftlab.training.settings import TrainSettings
-
-_MIN_REHEARSALS = 3
-_MAX_REHEARSALS = 20
-_REHEARSAL_SHARE = 0.02  # of the time limit may go into measuring it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +32,8 @@ class TrainingPlan:
             processes and batches may change.
         total_steps: optimizer steps.
         adapter: what is trained beside which base, in words; None without adapters.
+        looks: (step, total until then) of every look at the pace: later steps follow the next one,
+            or `total_steps` where there is none.
     """
 
     drafter: dict[str, Any]
@@ -48,6 +45,16 @@ class TrainingPlan:
     step_rows: int
     total_steps: int
     adapter: str | None = None
+    looks: tuple[tuple[int, int], ...] = ()
+
+    def total_at(self, step: int) -> int:
+        """Give the number of steps that was planned when a step was taken: its schedule's."""
+        return next((total for last, total in self.looks if step <= last), self.total_steps)
+
+    def look(self, step: int, total_steps: int) -> "TrainingPlan":
+        """Change the number of steps for all after `step`."""
+        looks = (*self.looks, (step, self.total_steps))
+        return replace(self, total_steps=total_steps, looks=looks)
 
     def write(self, folder: Path) -> None:
         """Write plan.json as a whole."""
@@ -68,7 +75,7 @@ class TrainingPlan:
         differences = [
             f"{key}: began with {_short(began.get(key))}, now {_short(value)}"
             for key, value in now.items()
-            if key != "total_steps" and began.get(key) != value
+            if key not in ("total_steps", "looks") and began.get(key) != value
         ]
         if differences:
             raise CheckpointError(
@@ -77,7 +84,8 @@ class TrainingPlan:
                 + "\nresume with the settings and data it began with, or train in a new folder: "
                 "resume=never (init=DRAFTER goes on from its weights)"
             )
-        return replace(self, total_steps=int(began["total_steps"]))
+        looks = tuple((int(step), int(total)) for step, total in began.get("looks", ()))
+        return replace(self, total_steps=int(began["total_steps"]), looks=looks)
 
 
 def steps_within_limits(settings: TrainSettings, steps_per_epoch: int) -> int | None:
@@ -88,27 +96,6 @@ def steps_within_limits(settings: TrainSettings, steps_per_epoch: int) -> int | 
     if settings.max_epochs is not None:
         limits.append(max(1, math.ceil(settings.max_epochs * steps_per_epoch)))
     return min(limits, default=None)
-
-
-def measure_steps_in_time(
-    minutes: float, rehearse: Callable[[int], float], agree: Callable[[float], float]
-) -> int:
-    """Measure how many optimizer steps fit into a time, by doing some without effect.
-
-    The first one pays for warming up and is not counted; the time all of them took is taken off.
-
-    Args:
-        minutes: the time limit.
-        rehearse: does step number n (1..) without changing anything; returns seconds.
-        agree: gives the first process's number to all.
-    """
-    spent = rehearse(1)
-    times = [rehearse(1 + n) for n in range(1, _MIN_REHEARSALS + 1)]
-    mean = agree(sum(times) / len(times))
-    more = min(_MAX_REHEARSALS, int(_REHEARSAL_SHARE * minutes * 60 / mean)) - _MIN_REHEARSALS
-    times += [rehearse(1 + _MIN_REHEARSALS + n) for n in range(1, more + 1)]
-    left = minutes * 60 - spent - sum(times)
-    return max(1, int(agree(left / (sum(times) / len(times)))))
 
 
 def _flat(data: dict[str, Any]) -> dict[str, Any]:

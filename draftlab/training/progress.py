@@ -68,6 +68,12 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.advance(self._task)
 
+    def set_total(self, total: int) -> None:
+        """Count to another number of optimizer steps."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
     def show(self, step: int, numbers: dict[str, float]) -> None:
         """Show the newest numbers."""
         if not self._is_shown:

@@ -36,7 +36,7 @@ from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state
 from draftlab.training.loss import DrafterLoss
 from draftlab.training.meter import Meter
 from draftlab.training.optim import build_optimizers, set_lr, trainable_parameters
-from draftlab.training.plan import TrainingPlan, measure_steps_in_time, steps_within_limits
+from draftlab.training.plan import TrainingPlan, steps_within_limits
 from draftlab.training.processes import start_accelerator
 from draftlab.training.progress import ProgressDisplay
 from draftlab.training.recompute import recompute_layers
@@ -46,11 +46,14 @@ from draftlab.training.schedule import lr_factor
 from draftlab.training.settings import OptimSettings, TrainSettings
 from draftlab.training.sharding import gather_weights, shard_loss, weights_in_place
 from draftlab.training.state import TrainingState
+from draftlab.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
 Probe = Callable[[int, Drafter], dict[str, float] | None]
 LogNumbers = Callable[..., None]
+
+_TOLD_CHANGE = 0.05  # of the steps that were planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,7 @@ class Trainer:
         self._best: _Best | None = None
         self._idle_probes = 0
         self._done = 0
+        self._time: TimeLimit | None = None
         # all have looked at the folder before the first of them writes there
         self.accelerator.wait_for_everyone()
 
@@ -192,21 +196,25 @@ class Trainer:
         """
         self.drafter.train()
         self._fix_total_steps()
-        total = self._plan.total_steps
         if self.optim.ema_decay is not None:
             self._average = WeightAverage(self._parameters, self.optim.ema_decay)
         if self._resume_from is not None:
             self._done = self._restore(self._resume_from)
+        if self._time is None and self.train.max_minutes is not None:
+            self._time = TimeLimit(self.train.max_minutes, agree=self._agree, done=self._done)
         display = ProgressDisplay(
-            done=self._done, total=total, is_shown=self.accelerator.is_main_process
+            done=self._done,
+            total=self._plan.total_steps,
+            is_shown=self.accelerator.is_main_process,
         )
         meter = Meter(self.accelerator.device, self.accelerator.num_processes)
         with display.running():
-            while self._done < total and not self._is_out_of_patience():
+            while self._done < self._plan.total_steps and not self._is_out_of_patience():
                 step = self._done + 1
-                factor = lr_factor(step, total, self.optim)
+                factor = lr_factor(step, self._plan.total_at(step), self.optim)
                 grad_norm = self._step(step, factor, meter)
                 display.advance()
+                self._look_at_pace(step, display)
                 if self._average is not None:
                     self._average.update()
                 saves = self._saves_at(step)
@@ -283,11 +291,14 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         if meter is not None:
+            seconds = time.perf_counter() - start
             meter.add_step(
                 num_sequences=num_sequences,
                 num_tokens=self.rows.num_tokens(rows),
-                seconds=time.perf_counter() - start,
+                seconds=seconds,
             )
+            if self._time is not None:
+                self._time.add_step(seconds)
         return grad_norm
 
     def _average_tokens(self, weight: Tensor, num_sequences: int) -> None:
@@ -362,9 +373,9 @@ class Trainer:
         if self._is_planned:
             return
         if self.train.max_minutes is not None:
-            fitting = measure_steps_in_time(self.train.max_minutes, self._rehearse, self._agree)
-            known = self._plan.total_steps or fitting
-            self._plan = replace(self._plan, total_steps=min(known, fitting))
+            self._time = TimeLimit(self.train.max_minutes, agree=self._agree)
+            fitting = self._time.measure(self._rehearse)
+            self._plan = replace(self._plan, total_steps=self._within_limits(fitting))
             log.info(
                 "%.1f minutes allow %d optimizer steps; training %d",
                 self.train.max_minutes,
@@ -374,6 +385,29 @@ class Trainer:
         if self.accelerator.is_main_process:
             self._plan.write(self._folder.root)
         self._is_planned = True
+
+    def _within_limits(self, fitting: int) -> int:
+        known = steps_within_limits(self.train, self._order.steps_per_epoch)
+        return fitting if known is None else min(known, fitting)
+
+    def _look_at_pace(self, step: int, display: ProgressDisplay) -> None:
+        """Let a time limit allow other steps than its first ones promised."""
+        before = self._plan.total_steps
+        if self._time is None or not self._time.is_due(step, before, len(self._plan.looks)):
+            return
+        total = max(step, self._within_limits(self._time.look(step)))
+        self._plan = self._plan.look(step, total)
+        if self.accelerator.is_main_process:
+            self._plan.write(self._folder.root)
+        display.set_total(total)
+        if abs(total - before) > _TOLD_CHANGE * before:
+            log.info(
+                "at the pace by step %d, %.1f minutes allow %d optimizer steps; planned were %d",
+                step,
+                self.train.max_minutes,
+                total,
+                before,
+            )
 
     def _rehearse(self, step: int) -> float:
         """Do a step at learning rate zero and forget its moments: only time passes."""

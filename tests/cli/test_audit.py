@@ -38,6 +38,8 @@ def test_an_exact_drafter_passes_and_leaves_its_record(words, tmp_path, capsys):
     assert found["passes"] is True
     assert found["drafter"] == "ngram"
     assert found["conditions"]["decode"]["temperature"] == 1.0
+    assert found["provenance"]["command"]
+    assert found["provenance"]["versions"]["torch"]
 
 
 def test_a_lossy_rule_ends_with_exit_code_3(words, tmp_path, capsys):

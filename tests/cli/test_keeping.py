@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -47,6 +48,10 @@ def run(trained, tmp_path, monkeypatch):
     for plot in ("tau_by_domain", "alpha_by_depth", "emitted_histogram", "step_time", "training"):
         monkeypatch.setattr(f"draftlab.reports.html.plot_{plot}", lambda given: "")
     return RunDir(tmp_path / "outputs" / "adhoc" / "one")
+
+
+def provenance_of(run, suite):
+    return json.loads((run.eval_path(suite) / "provenance.json").read_text())
 
 
 def summary_of(run, suite):
@@ -114,6 +119,78 @@ def test_another_target_is_measured_in_a_run_of_its_own(run, tmp_path, capsys):
     assert own.is_finished
     assert own.report_md_path.is_file()
     assert not own.is_running
+
+
+def evaluate(monkeypatch, run, *more):
+    """Evaluate as the program of that name would, wherever it lies."""
+    words = ["eval", f"drafter={run.path}", *FEW, *more]
+    monkeypatch.setattr(sys, "argv", ["/opt/My Tools/draftlab", *words])
+    assert main(words) == 0
+
+
+def test_every_evaluation_says_which_command_made_it_with_which_versions(run, monkeypatch):
+    evaluate(monkeypatch, run, "eval.seed=5")
+    evaluate(monkeypatch, run, "decode.num_draft_tokens=1")
+    first, second = provenance_of(run, "smoke"), provenance_of(run, "smoke-2")
+    assert first["command"].endswith("eval.seed=5")
+    assert second["command"].endswith("decode.num_draft_tokens=1")
+    assert (first["seed"], second["seed"]) == (5, 0)
+    assert first["versions"]["torch"]
+    assert first["versions"]["transformers"]
+    assert first["machine"]["torch_threads"] == 1
+    shown = (run.eval_path("smoke-2") / "report.md").read_text().replace("\\", "")
+    assert f"- command: draftlab eval drafter={run.path} eval=smoke" in shown
+    assert f"- begun: {second['time']}" in shown
+    assert "My Tools" not in shown
+
+
+def test_the_report_of_an_older_evaluation_names_no_command(run, capsys):
+    assert main(["eval", f"drafter={run.path}", *FEW]) == 0
+    (run.eval_path("smoke") / "provenance.json").unlink()
+    assert main(["report", str(run.path)]) == 0
+    assert "- command" not in run.report_md_path.read_text()
+
+
+def test_the_command_is_noted_before_the_work_and_a_later_stage_leaves_it(run, monkeypatch):
+    folder = run.eval_path("smoke")
+    for stage, goes_on in (("one", False), ("two", True)):
+        monkeypatch.setattr(sys, "argv", ["draftlab", stage])
+        with keeping.note_provenance(folder, seed=0, goes_on=goes_on):
+            assert provenance_of(run, "smoke")["command"] == "draftlab one"
+            (folder / "summary.json").write_text("{}")
+        assert provenance_of(run, "smoke")["command"] == "draftlab one"
+
+
+def test_a_folder_that_is_measured_anew_keeps_its_command_until_the_results_are_there(
+    run, monkeypatch
+):
+    def measure(stage, works):
+        monkeypatch.setattr(sys, "argv", ["draftlab", stage])
+        with keeping.note_provenance(run.eval_path("smoke"), seed=0, goes_on=False):
+            if not works:
+                raise MemoryError
+            (run.eval_path("smoke") / "summary.json").write_text("{}")
+
+    measure("one", works=True)
+    with pytest.raises(MemoryError):
+        measure("two", works=False)
+    assert provenance_of(run, "smoke")["command"] == "draftlab one"
+    measure("three", works=True)
+    assert provenance_of(run, "smoke")["command"] == "draftlab three"
+
+
+def test_an_evaluation_that_was_stopped_takes_no_name(run, monkeypatch):
+    def stop(*rest, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("draftlab.cli.measure.evaluate", stop)
+        assert main(["eval", f"drafter={run.path}", *FEW]) == 130
+    assert provenance_of(run, "smoke")["time"]
+    assert keeping.free_suite(run, "smoke") == "smoke"
+    evaluate(monkeypatch, run)
+    assert keeping.free_suite(run, "smoke") == "smoke-2"
+    assert provenance_of(run, "smoke")["command"].endswith("hardware.threads=1")
 
 
 def home_of(run, *words):

@@ -43,3 +43,9 @@ def test_a_new_stage_ends_the_line_of_the_one_before(capsys):
     show.close()
     names = [line.partition(",")[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["tau: 2/2", "audit: 1/1"]
+
+
+def test_work_that_is_given_a_time_is_counted_in_seconds(capsys):
+    with Ticker("answers", 9, unit=" s") as ticker:
+        ticker.update(4, note="7 answers")
+    assert capsys.readouterr().out == "answers: 4/9 s, 7 answers\n"

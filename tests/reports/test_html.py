@@ -1,4 +1,5 @@
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +100,7 @@ def test_hostile_text_is_shown_and_never_run(result):
         (Sample(evil, evil, evil),),
         run=evil,
         pending=(evil,),
+        provenance={"command": shlex.join(["draftlab", evil]), "time": evil},
     )
     page = render_html(given)
     assert "script" not in parse(page).tags

@@ -4,7 +4,7 @@ import pytest
 from toy_training import train_settings
 
 from draftlab.errors import CheckpointError
-from draftlab.training.plan import TrainingPlan, measure_steps_in_time, steps_within_limits
+from draftlab.training.plan import TrainingPlan, steps_within_limits
 
 
 def plan(**changes):
@@ -58,25 +58,8 @@ def test_the_first_limit_counts(limits, steps):
     assert steps_within_limits(train_settings(**limits), steps_per_epoch=4) == steps
 
 
-@pytest.mark.parametrize(
-    ("minutes", "rehearsals", "steps"),
-    [
-        # 60 s - 10 s of warming up - 3 steps of 1 s; 2 % of a minute would be one step
-        (1.0, 4, 47),
-        # 600 s - 10 s - 12 steps of 1 s
-        (10.0, 13, 578),
-        # never more than 20 steps
-        (100.0, 21, 5970),
-        # less time than measuring takes
-        (0.1, 4, 1),
-    ],
-)
-def test_a_time_limit_is_measured_and_pays_for_the_measuring(minutes, rehearsals, steps):
-    done = []
-
-    def rehearse(step):
-        done.append(step)
-        return 10.0 if step == 1 else 1.0
-
-    assert measure_steps_in_time(minutes, rehearse, lambda number: number) == steps
-    assert done == list(range(1, rehearsals + 1))
+def test_steps_before_a_look_at_the_pace_keep_their_schedule(tmp_path):
+    looked = plan().look(8, 200).look(50, 190)
+    assert [looked.total_at(step) for step in (1, 8, 9, 50, 51)] == [77, 77, 200, 200, 190]
+    looked.write(tmp_path)
+    assert plan(total_steps=0).resume(tmp_path) == looked

@@ -1,6 +1,8 @@
 import copy
+import itertools
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -243,7 +245,7 @@ def test_a_time_limit_becomes_a_number_of_steps_once(target, tmp_path):
 
     # a run that died before its first checkpoint keeps the number it began with
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "plan.json").write_text(json.dumps(began | {"total_steps": 5}))
+    (tmp_path / "b" / "plan.json").write_text(json.dumps(began | {"total_steps": 5, "looks": []}))
     second, _, numbers = run_training(
         tmp_path / "b",
         answers=ANSWERS,
@@ -253,6 +255,54 @@ def test_a_time_limit_becomes_a_number_of_steps_once(target, tmp_path):
     )
     assert second.total_steps == 5
     assert numbers.column("train/lr")[5] == pytest.approx(0.001)
+
+
+def slow_start(monkeypatch, *, slow_calls=24):
+    """Let a step take a second by the clock, and half of one after a while."""
+    calls = itertools.count()
+    clock = [0.0]
+
+    def read():
+        clock[0] += 1.0 if next(calls) < slow_calls else 0.5
+        return clock[0]
+
+    monkeypatch.setattr("draftlab.training.trainer.time.perf_counter", read)
+
+
+def test_a_slow_start_does_not_shorten_a_training_and_a_killed_one_follows_the_same_schedule(
+    target, tmp_path, monkeypatch, caplog
+):
+    train = train_settings(
+        max_steps=None, max_minutes=1, save_every_steps=20, keep_checkpoints=9, log_every_steps=1
+    )
+    caplog.set_level("INFO")
+    slow_start(monkeypatch)
+    whole, drafter, numbers = run_training(
+        tmp_path / "a", answers=ANSWERS, target=target, train=train
+    )
+    plan = json.loads((tmp_path / "a" / "plan.json").read_text())
+    (first, planned), *_ = plan["looks"]
+    assert (first, planned) == (5, 26)  # 60 s - 4 rehearsals of 2 s by that clock, at 2 s
+    assert whole.total_steps == plan["total_steps"] > 3 * planned
+    assert "planned were 26" in caplog.text
+    assert len(plan["looks"]) == 3
+
+    # killed after the looks were written, before a checkpoint was
+    killed = tmp_path / "b"
+    killed.mkdir()
+    shutil.copy(tmp_path / "a" / "plan.json", killed)
+    shutil.copytree(tmp_path / "a" / "step-000020", killed / "step-000020")
+    (killed / "latest").write_text("step-000020")
+    slow_start(monkeypatch, slow_calls=0)
+    resumed, again, rest = run_training(
+        killed, answers=ANSWERS, target=target, train=train, resume_from=killed
+    )
+    assert resumed.total_steps == whole.total_steps
+    assert rest.column("train/lr") == {
+        step: lr for step, lr in numbers.column("train/lr").items() if step > 20
+    }
+    theirs = again.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in drafter.state_dict().items())
 
 
 def test_measuring_the_time_of_a_step_changes_nothing(target, tmp_path):

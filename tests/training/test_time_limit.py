@@ -1,0 +1,104 @@
+import pytest
+
+from draftlab.training.time_limit import TimeLimit
+
+
+def alone(number):
+    return number
+
+
+@pytest.mark.parametrize(
+    ("minutes", "rehearsals", "steps"),
+    [
+        # 60 s - 10 s of warming up - 3 steps of 1 s; 2 % of a minute would be one step
+        (1.0, 4, 47),
+        # 600 s - 10 s - 12 steps of 1 s
+        (10.0, 13, 578),
+        # never more than 20 steps
+        (100.0, 21, 5970),
+        # less time than measuring takes
+        (0.1, 4, 1),
+    ],
+)
+def test_a_time_limit_is_measured_and_pays_for_the_measuring(minutes, rehearsals, steps):
+    done = []
+
+    def rehearse(step):
+        done.append(step)
+        return 10.0 if step == 1 else 1.0
+
+    assert TimeLimit(minutes, agree=alone).measure(rehearse) == steps
+    assert done == list(range(1, rehearsals + 1))
+
+
+def busy_start():
+    """Ten minutes; 4 rehearsals of 6 s promise 96 steps, then a step takes 1 s."""
+    limit = TimeLimit(10.0, agree=alone)
+    assert limit.measure(lambda step: 6.0) == 96
+    return limit
+
+
+def test_a_busy_start_is_made_good_by_a_look():
+    limit = busy_start()
+    for _ in range(10):
+        limit.add_step(1.0)
+    assert limit.look(10) == 10 + 600 - 24 - 10
+
+
+def test_a_pace_that_fell_shortens_the_training():
+    limit = busy_start()
+    for _ in range(10):
+        limit.add_step(12.0)
+    assert limit.look(10) == 10 + (600 - 24 - 120) // 12
+
+
+def test_a_look_counts_the_steps_since_the_one_before_only():
+    limit = busy_start()
+    for _ in range(10):
+        limit.add_step(9.0)
+    limit.look(10)
+    for _ in range(14):
+        limit.add_step(1.0)
+    assert limit.look(24) == 24 + 600 - 24 - 90 - 14
+
+
+def test_looks_come_at_a_tenth_a_quarter_and_half_and_never_after_too_few_steps():
+    limit = busy_start()
+    due = []
+    for step in range(1, 61):
+        limit.add_step(1.0)
+        if limit.is_due(step, 60, len(due)):
+            limit.look(step)
+            due.append(step)
+    assert due == [6, 15, 30]
+    assert not TimeLimit(10.0, agree=alone).is_due(6, 60, 0)
+
+
+def test_steps_of_earlier_processes_count_as_if_this_one_had_done_them():
+    limit = TimeLimit(1.0, agree=alone, done=20)
+    for seconds in (9.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        limit.add_step(seconds)  # the first one warms up
+    assert limit.look(26) == 26 + 60 - 9 - 5 - 20
+
+
+def test_no_time_left_still_ends_with_one_step():
+    limit = TimeLimit(0.1, agree=alone)
+    limit.measure(lambda step: 1.0)
+    for _ in range(6):
+        limit.add_step(3.0)
+    assert limit.look(6) == 7
+
+
+def test_every_process_follows_the_first_one():
+    told = []
+
+    def first_says(number):
+        told.append(number)
+        return 5.0
+
+    limit = TimeLimit(1.0, agree=first_says)
+    assert limit.measure(lambda step: 1.0) == 5
+    for _ in range(5):
+        limit.add_step(1.0)
+    assert limit.look(3) == 8
+    assert len(told) == 3
