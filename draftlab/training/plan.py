@@ -32,8 +32,8 @@ class TrainingPlan:
             processes and batches may change.
         total_steps: optimizer steps.
         adapter: what is trained beside which base, in words; None without adapters.
-        looks: (step, total until then) of every look at the pace: later steps follow the next one,
-            or `total_steps` where there is none.
+        looks: (step, total until then) of every look at the pace that changed the total: later
+            steps follow the next one, or `total_steps` where there is none.
     """
 
     drafter: dict[str, Any]

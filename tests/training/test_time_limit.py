@@ -62,23 +62,28 @@ def test_a_look_counts_the_steps_since_the_one_before_only():
     assert limit.look(24) == 24 + 600 - 24 - 90 - 14
 
 
-def test_looks_come_at_a_tenth_a_quarter_and_half_and_never_after_too_few_steps():
+def test_a_look_is_due_when_a_fifth_of_what_was_left_is_done():
     limit = busy_start()
     due = []
     for step in range(1, 61):
         limit.add_step(1.0)
-        if limit.is_due(step, 60, len(due)):
+        if limit.is_due(step, 60):
             limit.look(step)
             due.append(step)
-    assert due == [6, 15, 30]
-    assert not TimeLimit(10.0, agree=alone).is_due(6, 60, 0)
+    assert due == [10, 19, 26, 32, 37, 42, 47, 52, 57]
 
 
-def test_steps_of_earlier_processes_count_as_if_this_one_had_done_them():
-    limit = TimeLimit(1.0, agree=alone, done=20)
-    for seconds in (9.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        limit.add_step(seconds)  # the first one warms up
-    assert limit.look(26) == 26 + 60 - 9 - 5 - 20
+def test_a_training_that_grew_is_looked_at_again():
+    limit = busy_start()
+    for step in range(1, 6):
+        limit.add_step(6.0)
+        assert limit.is_due(step, 25) == (step == 5)
+    limit.look(5)
+    for step in range(6, 45):
+        limit.add_step(6.0)
+        assert not limit.is_due(step, 244)
+    limit.add_step(6.0)
+    assert limit.is_due(45, 244)
 
 
 def test_no_time_left_still_ends_with_one_step():
