@@ -82,7 +82,7 @@ the 95 % interval of the first one's; 4: too few prompts for an interval.
   bench.out=FILE.json          default: OUTPUTS/bench/features-TIME.json
 
 example:
-  draftlab bench features recipe=eagle3/smollm2-demo train.max_minutes=10
+  draftlab bench features recipe=eagle3/smollm2-demo train.max_minutes=null train.max_steps=300
 
 usage: draftlab bench gpu [out=FOLDER] [minutes=8] [--cpu-smoke]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftlab.cli.words import read_options
 from draftlab.errors import ConfigError, DraftlabError
+from draftlab.targets.spec import name_with_quantisation
 
 if TYPE_CHECKING:
     from draftlab.cli.schema import EvalCommandSettings
@@ -320,12 +321,11 @@ def _conditions(target: "Target", prompts: int, tokens: int, repeats: int) -> di
     machine, versions, spec = describe_machine(), describe_versions(), target.spec
     named = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers"))
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) if target.device.type != "cpu" else ""
-    told = spec.quantisation in ("none", "") or spec.quantisation in spec.name
-    quantised = "" if told else f" ({spec.quantisation})"
     lines = [
         f"{prompts} prompts x {repeats}, at most {tokens} tokens each, batch 1, greedy, arms in "
         "turns",
-        f"{spec.name}{quantised}, {spec.dtype}, kernels {target.report['kernels']}",
+        f"{name_with_quantisation(spec.name, spec.quantisation)}, {spec.dtype}, "
+        f"kernels {target.report['kernels']}",
         f"{gpus or machine['cpu']}, {machine['torch_threads']} threads, {named}",
     ]
     return {

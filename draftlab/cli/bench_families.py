@@ -46,6 +46,7 @@ from draftlab.runs.provenance import collect_provenance
 from draftlab.runs.run_dir import RunDir, create_run, list_runs, write_json
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.load import load_target, resolve
+from draftlab.targets.spec import name_with_quantisation
 from draftlab.targets.target import Target
 
 log = logging.getLogger(__name__)
@@ -272,10 +273,9 @@ class FamiliesBench:
         same, details = result.conditions.comparable, result.conditions.details
         versions = details.get("versions", {})
         device = same["cpu"] if same["device"] == "cpu" else ", ".join(same["gpus"])
-        told = same["quantisation"] in ("none", "") or same["quantisation"] in same["target"]
         timed = plural(same["speed_prompts_per_domain"], "prompt")
         lines = [
-            f"{same['target']}{'' if told else ', ' + same['quantisation']}, {same['dtype']}, "
+            f"{name_with_quantisation(same['target'], same['quantisation'])}, {same['dtype']}, "
             f"kernels {same['kernels']}",
             f"{device}, {plural(same['threads'], 'thread')}, torch {versions.get('torch')}, "
             f"transformers {versions.get('transformers')}",

@@ -134,11 +134,21 @@ def _compose(words: Sequence[str]) -> "RunSettings":
         (not regenerate.capture_features, "regenerate.capture_features=false keeps no features"),
         (settings.data.answers != "target", f"data.answers={settings.data.answers} keeps none"),
         (hardware.num_processes != 1, "it runs in one process; pass hardware.num_processes=1"),
+        (
+            settings.train.max_minutes is not None,
+            f"train.max_minutes={settings.train.max_minutes} lets an arm's schedule follow the "
+            "machine's pace; pass train.max_minutes=null train.max_steps=N",
+        ),
+        (
+            settings.train.patience is not None,
+            f"train.patience={settings.train.patience} may end one arm before the other; "
+            "pass train.patience=null",
+        ),
     ):
         if is_wrong:
             raise ConfigError(
                 f"bench features: {what}; expected answers of the target with captured features, "
-                "and bench.dtypes=A,B"
+                "and as many steps for all of bench.dtypes=A,B"
             )
     require_inputs(settings)
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
@@ -164,7 +174,7 @@ def _measure(settings: "RunSettings", dtypes: "Sequence[FeatureDtype]", folder: 
     first: list[Generation] = []
     for dtype in dtypes:
         samples = lay_out_again(collected.samples, folder / dtype, dtype)
-        run, steps = _train(settings, target, replace(collected, samples=samples), dtype, arms)
+        run, steps = _train(settings, target, replace(collected, samples=samples), dtype)
         answers = _decode(settings, target, run, prompts)
         first = first or answers
         arms.append(_arm(settings, dtype, run, steps, folder / dtype, answers, first, arms))
@@ -172,23 +182,15 @@ def _measure(settings: "RunSettings", dtypes: "Sequence[FeatureDtype]", folder: 
 
 
 def _train(
-    settings: "RunSettings",
-    target: "Target",
-    collected: "Collected",
-    dtype: str,
-    arms: Sequence[Arm],
+    settings: "RunSettings", target: "Target", collected: "Collected", dtype: str
 ) -> "tuple[RunDir, int]":
-    """Train one arm; those after the first do as many steps as that did."""
+    """Train one arm; the settings fix how many steps."""
     from draftlab.cli.train_job import train_drafter
     from draftlab.runs.provenance import collect_provenance
     from draftlab.runs.run_dir import create_run, write_json
 
     regenerate = settings.regenerate.model_copy(update={"features_dtype": dtype})
-    train = settings.train
-    if arms:
-        limits = {"max_steps": arms[0].steps, "max_epochs": None, "max_minutes": None}
-        train = train.model_copy(update={**limits, "patience": None})
-    settings = settings.model_copy(update={"regenerate": regenerate, "train": train})
+    settings = settings.model_copy(update={"regenerate": regenerate})
     run = create_run(settings.paths.outputs, _FAMILY)
     write_json(run.provenance_path, collect_provenance(seed=settings.seed))
     run.write_config(settings.model_dump(mode="json"))

@@ -20,7 +20,8 @@ usage: draftlab check [accelerator=h100] [key=value ...]      the words of `draf
 Composes the settings, checks every key, reads the data's text (each bad line is named), and says
 what would run and what it will take: memory of a device part by part, disk, hours. Loads no model;
 of a hub model it reads config.json (a few kilobytes) where the hub answers, else what is published
-of the models that recipes name. Exits 2 when the run could not work.
+of the models that recipes name, and the tokenizer where rows are text rendered by its template.
+Exits 2 when the run could not work.
 
   probe=true         load the target, answer a few prompts and take a few training steps here, in
                      about half a minute beyond loading: hours and memory measured, not estimated

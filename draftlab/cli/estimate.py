@@ -5,12 +5,14 @@ Read estimate_run; memory_forecast.py and time_forecast.py go on from here.
 
 import json
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from draftlab.cli.disk import describe_bytes, free_bytes, require_writable
 from draftlab.cli.drafter_size import DrafterSize, find_drafter_size, with_adapters
 from draftlab.cli.feature_size import bytes_of_token
 from draftlab.cli.schema import RunSettings
+from draftlab.cli.text_tokenizer import find_tokenizer
 from draftlab.data.conversations import BadLine
 from draftlab.data.loader import read_training_chats
 from draftlab.errors import ConfigError
@@ -47,6 +49,8 @@ class Workload:
         sample_tokens: a usual prompt and an answer of full length, tokens.
         is_answered_here: the target answers the prompts first.
         bad_lines: lines of the data that are skipped on request.
+        num_unread: chats among them that are rendered text and count unseen, since the target's
+            tokenizer is not here.
     """
 
     num_prompts: int
@@ -54,6 +58,7 @@ class Workload:
     sample_tokens: int
     is_answered_here: bool
     bad_lines: tuple[BadLine, ...] = ()
+    num_unread: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +99,7 @@ class Estimate:
 
 
 def estimate_run(settings: RunSettings, *, asks_hub: bool = False) -> Estimate:
-    """Estimate a run; reads the data's text and loads nothing.
+    """Estimate a run; reads the data's text and loads nothing but, for rendered text, a tokenizer.
 
     Args:
         settings: everything the run is.
@@ -208,15 +213,19 @@ def _find_workload(settings: RunSettings) -> Workload | None:
     if data.kind == "hub":
         if data.max_samples is None:
             return None
-        count, bad = round(data.max_samples * (1 - data.validation_fraction)), ()
+        count, bad, unread = round(data.max_samples * (1 - data.validation_fraction)), (), 0
     else:
-        reading = read_training_chats(data, settings.paths.cache)
+        tokenizer = cache(partial(find_tokenizer, settings.target))
+        reading = read_training_chats(data, settings.paths.cache, tokenizer)
         count, bad = len(reading.conversations), tuple(reading.bad_lines)
-    if data.answers == "given":
-        return Workload(count, count, data.max_tokens, is_answered_here=False, bad_lines=bad)
-    answers = count * answering.answers_per_prompt
-    tokens = min(_PROMPT_TOKENS + answering.max_new_tokens, data.max_tokens)
-    return Workload(count, answers, tokens, is_answered_here=True, bad_lines=bad)
+        unread = sum(chat.text is not None for chat in reading.conversations)
+        if unread and tokenizer() is not None:
+            unread = 0
+    answers, tokens = count, data.max_tokens
+    if is_answered_here := data.answers == "target":
+        answers = count * answering.answers_per_prompt
+        tokens = min(_PROMPT_TOKENS + answering.max_new_tokens, data.max_tokens)
+    return Workload(count, answers, tokens, is_answered_here, bad, unread)
 
 
 def _sizes_of_folder(folder: Path) -> TargetSizes | None:

@@ -19,6 +19,7 @@ def list_warnings(settings: RunSettings, estimate: Estimate, accelerator: Accele
     found += _about_memory(settings, estimate, accelerator)
     found += _about_speculation(settings, estimate)
     found += _about_hub(settings, estimate)
+    found += _about_text(settings, estimate)
     return found
 
 
@@ -116,3 +117,14 @@ def _about_hub(settings: RunSettings, estimate: Estimate) -> list[str]:
             "config.json, so memory and hours are not told"
         )
     return found
+
+
+def _about_text(settings: RunSettings, estimate: Estimate) -> list[str]:
+    unread = estimate.workload.num_unread if estimate.workload else 0
+    if not unread:
+        return []
+    return [
+        f"rows of rendered text, counted unread: {unread}; the tokenizer of "
+        f"{settings.target.name or settings.target.source} cannot be had here, and training "
+        "refuses text without the answer marker of its chat template"
+    ]

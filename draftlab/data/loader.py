@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,27 +160,44 @@ def read_split(
             f"data of kind {settings.kind} has a train and a validation part, but evaluation was "
             "asked for; evaluate on data=builtin, or give the file as data of its own"
         )
-    reading = _read_all(settings, cache_dir, tokenizer)
-    held_out = [_is_held_out(settings, chat) for chat in reading.conversations]
-    wanted = split == "validation"
-    chats = [c for c, out in zip(reading.conversations, held_out, strict=True) if out == wanted]
-    return replace(reading, conversations=chats)
+    reader = _build_reader(settings, tokenizer) if tokenizer is not None else None
+    reading = _read_all(settings, cache_dir, reader)
+    train, held_out = _split(settings, reading.conversations)
+    return replace(reading, conversations=held_out if split == "validation" else train)
 
 
-def read_training_chats(settings: DataSettings, cache_dir: Path) -> Reading:
-    """Read what is to be learned, or answered and learned, as text.
+def read_training_chats(
+    settings: DataSettings,
+    cache_dir: Path,
+    find_tokenizer: Callable[[], PreTrainedTokenizerBase | None],
+) -> Reading:
+    """Read what is to be learned, or answered and learned, as text, before the target is here.
 
     Args:
         settings: what to read.
         cache_dir: folder for files of the `datasets` library.
+        find_tokenizer: gives the target's; asked only where a row is rendered `text`. Where it
+            gives None such rows count as chats, and `prepare` finds out.
 
     Raises:
         DataError: as for `read_split`, or nothing could be learned whatever the target says.
     """
-    reading = read_split(settings, "train", cache_dir)
-    chats = reading.conversations
-    if not chats and settings.kind != "builtin":
-        held_out = read_split(settings, "validation", cache_dir).conversations
+    if settings.kind == "builtin":
+        return read_split(settings, "train", cache_dir)
+    find_tokenizer = cache(find_tokenizer)
+
+    @cache
+    def find_reader() -> Callable[[str], bool]:
+        tokenizer = find_tokenizer()
+        if tokenizer is None:
+            return lambda text: True
+        if settings.answers == "given":
+            check_template(tokenizer, settings.template_options)
+        return _build_reader(settings, tokenizer)
+
+    reading = _read_all(settings, cache_dir, lambda text: find_reader()(text))
+    chats, held_out = _split(settings, reading.conversations)
+    if not chats:
         if held_out and settings.answers == "target":
             raise DataError(
                 f"data.validation_fraction={settings.validation_fraction:g} holds out all "
@@ -190,7 +207,7 @@ def read_training_chats(settings: DataSettings, cache_dir: Path) -> Reading:
     dropped: Counter[str] = Counter()
     examples: list[str] = []
     for chat in chats:
-        reason = _find_no_use(settings, chat)
+        reason = _find_no_use(settings, chat, find_tokenizer)
         if reason is None:
             return replace(reading, conversations=chats)
         dropped[reason] += 1
@@ -227,23 +244,46 @@ def prepare(
             "data.answers=target, and it answers them first"
         )
     check_template(tokenizer, settings.template_options)
-    reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, tokenizer)
+    reader = _build_reader(settings, tokenizer)
+    reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, reader)
     path = cache_dir / f"prepared-{_compute_key(settings, tokenizer, reading)[:24]}.safetensors"
     if path.is_file():
         prepared = _load(path)
         log.info("prepared rows taken from %s", path)
     else:
-        reading = reading or _read_all(settings, cache_dir, tokenizer)
+        reading = reading or _read_all(settings, cache_dir, reader)
         prepared = _encode_all(settings, tokenizer, reading, on_progress)
         _save(path, prepared)
     _check_ids([*prepared.samples, *prepared.held_out], tokenizer, vocab_size)
     return prepared
 
 
+def _build_reader(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str], bool]:
+    """Tell chats that the template has rendered from other text; asks it once there is text."""
+    find_marker = cache(lambda: find_answer_marker(tokenizer, settings.template_options))
+
+    def is_rendered(text: str) -> bool:
+        marker = find_marker()
+        return marker is not None and marker[0] in text
+
+    return is_rendered
+
+
+def _split(
+    settings: DataSettings, chats: list[Conversation]
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Give the chats to train on, and those held out."""
+    train, held_out = [], []
+    for chat in chats:
+        (held_out if _is_held_out(settings, chat) else train).append(chat)
+    return train, held_out
+
+
 def _read_all(
-    settings: DataSettings, cache_dir: Path, tokenizer: PreTrainedTokenizerBase | None
+    settings: DataSettings, cache_dir: Path, is_rendered: Callable[[str], bool] | None
 ) -> Reading:
-    marker = find_answer_marker(tokenizer, settings.template_options) if tokenizer else None
     read = (
         partial(read_files, settings.paths)
         if settings.kind == "jsonl"
@@ -256,7 +296,7 @@ def _read_all(
         on_bad_line=settings.on_bad_line,
         cache_dir=cache_dir,
         messages_field=settings.messages_field,
-        is_rendered=(lambda text: marker[0] in text) if marker else None,
+        is_rendered=is_rendered,
     )
     return replace(reading, conversations=reading.conversations[: settings.max_samples])
 
@@ -385,13 +425,21 @@ def _explain_nothing(
     return f"no token to learn in {num_chats} chats of {where}: {reasons}{shown}\n{advice}"
 
 
-def _find_no_use(settings: DataSettings, chat: Conversation) -> str | None:
-    """Tell why a chat teaches nothing, by its turns alone; None where it may teach something."""
+def _find_no_use(
+    settings: DataSettings,
+    chat: Conversation,
+    find_tokenizer: Callable[[], PreTrainedTokenizerBase | None],
+) -> str | None:
+    """Tell why a chat teaches nothing, without rendering it; None where it may teach something."""
     if settings.answers == "target":
+        if chat.text is not None:
+            return "rendered text, whose last question is not cut out"
         return "no question" if to_prompt(chat) is None else None
     try:
         if chat.text is None:
             choose_turns(chat.messages, settings.turns)
+        elif (tokenizer := find_tokenizer()) is not None:
+            encode_chat(tokenizer, chat, turns=settings.turns, options=settings.template_options)
     except RowProblem as problem:
         return str(problem)
     return None

@@ -21,6 +21,7 @@ from draftlab.reports.tables import (
     summary_table,
     training_table,
 )
+from draftlab.targets.spec import name_with_quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def build_page(given: ReportInput) -> Page:
     result = given.result
     target = result.conditions.details.get("target", {})
     name = str(target.get("name", result.conditions.comparable.get("target", "target")))
+    name = name_with_quantisation(name, str(target.get("quantisation", "none")))
     return Page(
         title=f"Speculative decoding of {name}",
         subtitle=_subtitle(given, target),
@@ -78,11 +80,7 @@ def build_page(given: ReportInput) -> Page:
 
 
 def _subtitle(given: ReportInput, target: dict[str, Any]) -> str:
-    parts = [given.run, f"suite {given.result.suite}"]
-    quantisation = target.get("quantisation", "none")
-    parts.append(f"weights {target.get('dtype', 'unknown')}")
-    if quantisation != "none":
-        parts.append(str(quantisation))
+    parts = [given.run, f"suite {given.result.suite}", f"weights {target.get('dtype', 'unknown')}"]
     return " · ".join(part for part in parts if part)
 
 

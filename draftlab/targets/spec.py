@@ -48,6 +48,18 @@ class TargetSpec:
         return cls(**{**data, "eos_ids": tuple(data["eos_ids"])})
 
 
+def name_with_quantisation(name: str, quantisation: str) -> str:
+    """Name a target for people: what its weights come from stands behind, unless it is in the name.
+
+    Args:
+        name: of the target.
+        quantisation: its spec's.
+    """
+    if quantisation in ("none", "") or quantisation in name:
+        return name
+    return f"{name} ({quantisation})"
+
+
 def check_same_target(saved: TargetSpec, given: TargetSpec, *, what: str) -> list[str]:
     """Check that something made for one target may be used with another.
 

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 Probe = Callable[[int, Drafter], dict[str, float] | None]
 LogNumbers = Callable[..., None]
 
-_KEPT_CHANGE = 0.02  # of the planned steps: less is the noise of a clock
+_KEPT_CHANGE = 0.05  # of the planned steps: less is the noise of a clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ def test_the_exit_code_says_whether_tau_kept_within_the_first_ones_interval():
         (["regenerate.features_dtype=bf16"], "is what it compares"),
         (["regenerate.capture_features=false"], "keeps no features"),
         (["hardware.num_processes=2"], "runs in one process"),
+        (["train.max_minutes=3"], "pass train.max_minutes=null train.max_steps=N"),
+        (["train.patience=3"], "may end one arm before the other"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(words, message, capsys):

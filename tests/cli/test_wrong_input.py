@@ -15,6 +15,9 @@ from draftlab.targets.tiny import build_tiny_model, tiny_target, tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}]}
 
+QUESTION = "<|im_start|>user\nHi?<|im_end|>\n"
+RENDERED = QUESTION + "<|im_start|>assistant\nHo.<|im_end|>\n"
+
 
 @pytest.fixture
 def refuse(tmp_path, capsys):
@@ -182,6 +185,29 @@ def test_data_with_nothing_to_learn(refuse, no_target, tmp_path, command, text, 
     said = refuse(command, "data=jsonl", f"data.paths={path}")
     assert message in said
     assert "draftlab regenerate" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("plain words", [], "own.jsonl:1: no chat field (fields: text); text is read only where"),
+        (f"{QUESTION}<|im_start|>assistant\n", [], "own.jsonl:1): empty answer"),
+        (QUESTION, ["data.answers=target"], "no chat field (fields: text); text is read only"),
+        (RENDERED, ["data.answers=target"], "rendered text, whose last question is not cut out"),
+    ],
+)
+def test_rendered_text_with_nothing_to_learn(refuse, no_target, tmp_path, text, words, message):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"text": text}))
+    said = [
+        refuse(command, "data=jsonl", f"data.paths={path}", *words).removeprefix(
+            f"draftlab {command}: "
+        )
+        for command in ("check", "train")
+    ]
+    assert message in said[0]
+    assert said[0] == said[1]
     assert not (tmp_path / "out").exists()
 
 

@@ -27,6 +27,10 @@ def settings_for(path, **changes):
     return DataSettings(**{**DEFAULTS, "paths": (str(path),), **changes})
 
 
+def no_tokenizer():
+    raise AssertionError("a tokenizer was asked for")
+
+
 @pytest.fixture
 def chatml(tokenizer_of):
     return tokenizer_of("tok_chatml")
@@ -90,16 +94,81 @@ def test_data_that_teaches_nothing_is_refused_without_a_tokenizer(lines, keys, s
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     with pytest.raises(DataError, match=said):
-        read_training_chats(settings_for(path, **keys), tmp_path)
+        read_training_chats(settings_for(path, **keys), tmp_path, no_tokenizer)
 
 
 def test_chats_that_are_all_held_out_train_where_answers_are_given(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(CHAT), encoding="utf-8")
     given = settings_for(path, validation_fraction=0.999999)
-    assert len(read_training_chats(given, tmp_path).conversations) == 1
+    assert len(read_training_chats(given, tmp_path, no_tokenizer).conversations) == 1
     with pytest.raises(DataError, match=r"validation_fraction=0\.999999 holds out all 1 chats"):
-        read_training_chats(given.model_copy(update={"answers": "target"}), tmp_path)
+        read_training_chats(given.model_copy(update={"answers": "target"}), tmp_path, no_tokenizer)
+
+
+HI, HO = "<|im_start|>user\nHi?<|im_end|>\n", "<|im_start|>assistant\nHo.<|im_end|>\n"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Write rows of rendered text, and give the settings that read them."""
+
+    def write(*lines, **keys):
+        path = tmp_path / "own.jsonl"
+        path.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+        return settings_for(path, **keys)
+
+    return write
+
+
+def test_rendered_text_is_read_before_the_target_as_it_is_for_training(texts, chatml, tmp_path):
+    asked = []
+    settings = texts(HI + HO, "no chat", HI + HO, on_bad_line="skip")
+    early = read_training_chats(settings, tmp_path, lambda: asked.append(1) or chatml)
+    prepared = prepare(settings, chatml, tmp_path, VOCAB)
+    assert [chat.id for chat in early.conversations] == ["own.jsonl:1", "own.jsonl:3"]
+    assert len(prepared.samples) == 2
+    assert tuple(map(str, early.bad_lines)) == prepared.report.bad_lines
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "keys", "said"),
+    [
+        ("no chat", {}, r"own\.jsonl:1: no chat field \(fields: text\); text is read only where"),
+        (HI + "<|im_start|>assistant\n", {}, r"empty answer \(1\)"),
+        (HI + HO, {"answers": "target"}, r"rendered text, whose last question is not cut out \(1"),
+    ],
+)
+def test_rendered_text_that_teaches_nothing_is_refused_early(
+    line, keys, said, texts, chatml, tmp_path
+):
+    with pytest.raises(DataError, match=said):
+        read_training_chats(texts(line, **keys), tmp_path, lambda: chatml)
+
+
+@pytest.mark.parametrize("line", ["no chat", HI + "<|im_start|>assistant\n"])
+def test_rendered_text_is_refused_early_in_the_words_of_training(line, texts, chatml, tmp_path):
+    said = []
+    for read in (
+        lambda settings: read_training_chats(settings, tmp_path, lambda: chatml),
+        lambda settings: prepare(settings, chatml, tmp_path, VOCAB),
+    ):
+        with pytest.raises(DataError) as error:
+            read(texts(line))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_a_template_that_marks_no_answers_is_refused_for_text_early(texts, chatml, tmp_path):
+    chatml.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}END"
+    with pytest.raises(DataError, match="cannot be used for training rows"):
+        read_training_chats(texts(HI + HO), tmp_path, lambda: chatml)
+
+
+def test_without_a_tokenizer_rendered_text_counts_as_chats(texts, tmp_path):
+    chats = read_training_chats(texts(HI + HO, "any"), tmp_path, lambda: None).conversations
+    assert [chat.text for chat in chats] == [HI + HO, "any"]
 
 
 @pytest.mark.parametrize("where", ["inside", "on the end marker", "just before it"])

@@ -136,7 +136,9 @@ def test_both_files_are_written(result, tmp_path):
     html, markdown = write_report(tmp_path, ReportInput(result))
     assert html.read_text().startswith("<!doctype html>")
     text = markdown.read_text()
-    assert text.startswith("# Speculative decoding of SmolLM2-135M-Instruct")
+    assert text.startswith(
+        "# Speculative decoding of SmolLM2-135M-Instruct (Q4\\_1, dequantised)\n\nsuite domains · "
+    )
     assert "| **eagle3" in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "report.md"]
 
