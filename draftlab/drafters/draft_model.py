@@ -65,7 +65,6 @@ from draftlab.targets.gate import admit
 from draftlab.targets.model_view import ModelView
 from draftlab.targets.spec import TargetSpec
 from draftlab.targets.step import Step
-from draftlab.targets.target import segment_ancestors
 from draftlab.targets.view import TargetView
 
 
@@ -303,7 +302,7 @@ class DraftModel(Drafter, kind="draft_model", settings=DraftModelSettings):
             base=torch.zeros(slots, dtype=torch.int64, device=batch.input_ids.device),
             live=length,
             depths=batch.positions,
-            ancestors=segment_ancestors(batch.segment_ids),
+            segments=batch.segment_ids,
         )
         final = self._door.forward(_PassingKeys(slots, length), step, FINAL, False).features.final
         assert final is not None

@@ -27,6 +27,7 @@ from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.attention import attend, tile_mask
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
+from draftlab.targets.packed_attention import PackedAttention
 from draftlab.targets.step import Step, StepOutput
 
 _names = itertools.count()
@@ -128,7 +129,9 @@ class ProbeReport:
 class _Pass(Protocol):
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def mask(self, window: int | None, groups: int) -> Tensor: ...
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, **scoring: Any
+    ) -> Tensor: ...
 
     def note(self, module: nn.Module, given: dict[str, Any]) -> None: ...
 
@@ -144,16 +147,21 @@ class _StepPass:
         in_order = torch.arange(count, device=step.rows.device)
         self._is_prefix = bool(torch.equal(step.rows, in_order))
         self._masks: dict[tuple[int | None, int], Tensor] = {}
+        self._packed = None if step.segments is None else PackedAttention(step.segments)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._kv.write(layer, self._flat, keys, values)
         return self._kv.read(layer, self._step.rows, self._step.live, is_prefix=self._is_prefix)
 
-    def mask(self, window: int | None, groups: int) -> Tensor:
-        key = (window, groups)
-        if key not in self._masks:
-            self._masks[key] = tile_mask(self._step.visible(window), groups)
-        return self._masks[key]
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, **scoring: Any
+    ) -> Tensor:
+        if self._packed is not None:
+            return self._packed.attend(query, keys, values, window=window, **scoring)
+        groups = query.shape[1] // keys.shape[1]
+        if (window, groups) not in self._masks:
+            self._masks[window, groups] = tile_mask(self._step.visible(window), groups)
+        return attend(query, keys, values, self._masks[window, groups], **scoring)
 
     def note(self, module: nn.Module, given: dict[str, Any]) -> None:
         """Take no notes: the gate has looked already."""
@@ -179,8 +187,11 @@ class _ProbePass:
         self.report.shapes[layer] = (keys.shape[1], keys.shape[3], values.shape[3])
         return keys, values
 
-    def mask(self, window: int | None, groups: int) -> Tensor:
-        return tile_mask(self._causal, groups)
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, **scoring: Any
+    ) -> Tensor:
+        mask = tile_mask(self._causal, query.shape[1] // keys.shape[1])
+        return attend(query, keys, values, mask, **scoring)
 
     def note(self, module: nn.Module, given: dict[str, Any]) -> None:
         report = self.report
@@ -289,11 +300,11 @@ def _make_attention(current: _Current) -> Callable[..., tuple[Tensor, None]]:
         run.note(
             module, {**rest, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         )
-        out = attend(
+        out = run.attend(
             query,
             key,
             value,
-            run.mask(sliding_window, query.shape[1] // key.shape[1]),
+            sliding_window,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=softcap,
             sinks=s_aux,

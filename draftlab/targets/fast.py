@@ -5,8 +5,9 @@ the two are compared on taps and logits. Query, key and value projections are on
 up are one product, residual additions ride on the product before them, and weights are packed for
 oneDNN on CPU. At one token a pass a quarter of the time goes to small operations between products:
 what counts there is how few they are. Where an installed flash-attention kernel was found to agree
-(flash_chain.py, load.py), steps without a tree attend through it and need no mask. Serves Llama,
-Mistral, Qwen2 and Qwen3 dense models; other families keep the reference.
+(flash_chain.py, load.py), steps without a tree attend through it and need no mask; packed rows
+attend in pieces (packed_attention.py). Serves Llama, Mistral, Qwen2 and Qwen3 dense models; other
+families keep the reference.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from draftlab.targets.attention import tile_mask
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.features import FeatureRequest, TargetFeatures
 from draftlab.targets.flash_chain import ChainPass, FlashChain
+from draftlab.targets.packed_attention import PackedAttention
 from draftlab.targets.packing import PackedLinear
 from draftlab.targets.step import Step, StepOutput
 
@@ -79,7 +81,7 @@ class FastDoor:
     """One forward pass over a `Step`, writing into `KVBuffers`. See the module's docstring.
 
     Attributes:
-        chain: attends in steps without a tree; None leaves all to torch's fused attention.
+        chain: attends in steps of chains; None leaves all to torch's fused attention.
     """
 
     name = "fast"
@@ -144,6 +146,9 @@ class FastDoor:
         hidden = F.embedding(step.ids, self._embedding)
         cos, sin = self._rope_tables(hidden, step.positions)
         memory = _Memory(kv, step)
+        if step.segments is not None:
+            packed = _PackedPass(PackedAttention(step.segments), memory)
+            return hidden, _Where(cos, sin, {}, memory, packed)
         if self.chain is not None and step.ancestors is None:
             # depths of such a step part from the chain's only past the table of positions. Those
             # columns never count, and none that counts sees one: windows may go by columns
@@ -180,8 +185,8 @@ class FastDoor:
         x = torch.addcmul(x * where.cos, x.roll(width // 2, -1), where.sin)
         where.memory.write(number, x.narrow(2, self._heads, 2 * kv_heads))
         query = x.narrow(2, 0, self._heads)
-        if where.chain is not None:
-            out = where.chain(number, query, scale=self._scale, window=layer.window)
+        if where.maskless is not None:
+            out = where.maskless(number, query, scale=self._scale, window=layer.window)
             return out.unflatten(2, (kv_heads, groups)).transpose(2, 3).reshape(r, t, -1)
         keys, values = where.memory.read(number)
         if t == 1:
@@ -258,14 +263,28 @@ class _Memory:
 
 
 @dataclass(slots=True)
+class _PackedPass:
+    """Packed rows over memory, called as a kernel for chains is."""
+
+    packed: PackedAttention
+    memory: _Memory
+
+    def __call__(
+        self, layer: int, query: Float[Tensor, "R T Hq Dh"], *, scale: float, window: int | None
+    ) -> Float[Tensor, "R T Hq Dh"]:
+        keys, values = self.memory.read(layer)
+        return self.packed.attend(query.transpose(1, 2), keys, values, window=window, scale=scale)
+
+
+@dataclass(slots=True)
 class _Where:
-    """What the layers of one pass share: angles, memory, and masks by window or a kernel."""
+    """What the layers of one pass share: angles, memory, and masks by window or a way without."""
 
     cos: Tensor
     sin: Tensor
     masks: dict[int | None, Tensor | None]
     memory: _Memory
-    chain: ChainPass | None
+    maskless: ChainPass | _PackedPass | None
 
 
 def _fuse(layer: nn.Module, window: int | None, kv_heads: int, head_dim: int) -> _Layer:

@@ -66,7 +66,7 @@ class FlashChain:
 
         Args:
             kv: memory, where each layer's new keys and values are written before it attends.
-            step: without `ancestors`.
+            step: without `ancestors` and `segments`.
             is_prefix: `step.rows` is 0..R-1 in order.
         """
         lengths = (step.base + step.ids.shape[1]).to(torch.int32)

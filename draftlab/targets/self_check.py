@@ -90,7 +90,7 @@ def compare_doors(
 ) -> dict[str, Any]:
     """Compare another way through a target with the reference: logits, every tap, final states.
 
-    Ragged rows, a tree, and a lone token whose row has garbage behind it.
+    Ragged rows, a tree, a lone token whose row has garbage behind it, and packed rows.
 
     Returns:
         Relative differences and whether wide passes of `other` equal narrow ones bit for bit.
@@ -105,10 +105,20 @@ def compare_doors(
     base = torch.tensor([8, 5, 2], device=view.device)
     sees = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], device=view.device) > 0
     depths = torch.tensor([0, 1, 1], device=view.device)
+    samples = torch.tensor([0, 0, 0, 1, 1, 1, 1, -1], device=view.device)
+    places = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0], device=view.device)
     steps = (
         Step(rows, ids, torch.zeros_like(rows), 8),
         Step(rows, ids[:, :3], base, 16, depths.expand(3, -1), sees.expand(3, -1, -1)),
         Step(rows[1:2], ids[1:2, :1], base[1:2], 16),
+        Step(
+            rows,
+            ids,
+            torch.zeros_like(rows),
+            8,
+            places.expand(3, -1),
+            segments=samples.expand(3, -1),
+        ),
     )
     differences: dict[str, float] = {"logits": 0.0, "taps": 0.0, "final": 0.0}
     with torch.inference_mode():

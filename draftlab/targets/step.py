@@ -10,7 +10,7 @@ from draftlab.targets.features import TargetFeatures
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """New tokens of R rows and where they go. Serves prompt chunks, single tokens, chains, trees.
+    """New tokens of R rows and where they go: prompt chunks, tokens, chains, trees, packed rows.
 
     Column t of a row is written to slot base + t. Columns that do not count (right padding of a
     chunk, unused draft nodes) are computed and written like the others; nothing that counts can
@@ -23,6 +23,9 @@ class Step:
         live: slots from 0 that any row may look at: at least max(base) + T.
         depths: position of a column relative to `base`; None is the chain 0..T-1.
         ancestors: True where column i may see column j (itself included); None is the chain.
+        segments: for packed rows, which fill fresh memory (`base` is 0): sample of every column, -1
+            for padding. A sample's columns follow one another, as do their positions. A column sees
+            its own sample up to itself, padding only itself. Not together with `ancestors`.
         is_prefix: whether `rows` is 0..R-1 in order, where the host knows; None looks.
     """
 
@@ -32,7 +35,17 @@ class Step:
     live: int
     depths: Int[Tensor, "R T"] | None = None
     ancestors: Bool[Tensor, "R T T"] | None = None
+    segments: Int[Tensor, "R T"] | None = None
     is_prefix: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Hold packed rows to what their attention takes for granted."""
+        if self.segments is None:
+            return
+        assert self.ancestors is None, "columns see by samples or by a tree, not by both"
+        assert self.live == self.ids.shape[1], "packed rows see their own columns alone"
+        if self.base.device.type == "cpu":  # of another device, the host would have to ask
+            assert not self.base.any(), "packed rows fill fresh memory"
 
     @property
     def columns(self) -> Int[Tensor, " T"]:
@@ -78,6 +91,10 @@ class Step:
             inside = (offset >= 0) & (offset < t)
             index = offset.clamp(0, t - 1).expand(-1, t, -1)
             seen = (offset < 0) | (inside & self.ancestors.gather(2, index))
+        if self.segments is not None:
+            own = self.segments.unsqueeze(2)
+            itself = offset == self.columns.view(1, -1, 1)
+            seen = seen & (self.segments.unsqueeze(1) == own) & ((own >= 0) | itself)
         if window is not None:
             depths = self.columns.expand_as(self.ids) if self.depths is None else self.depths
             depth_of_slot = torch.where(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftlab.data.batch import TokenBatch
 from draftlab.errors import TargetMismatch, UnsupportedTarget
-from draftlab.shapes import Bool, Float, Int, Tensor
+from draftlab.shapes import Float, Int, Tensor
 from draftlab.targets.adapter import Door, HFDoor
 from draftlab.targets.cache import KVBuffers
 from draftlab.targets.fast import FastDoor
@@ -187,7 +187,7 @@ class Target:
             base=torch.zeros(slots, dtype=torch.long, device=self.device),
             live=length,
             depths=batch.positions,
-            ancestors=segment_ancestors(batch.segment_ids),
+            segments=batch.segment_ids,
         )
         with torch.inference_mode():
             kv = self.open_kv(slots, length)
@@ -244,15 +244,6 @@ class Target:
         return TargetFeatures(
             taps=taps if request.tap_layers else None, final=final if request.wants_final else None
         )
-
-
-def segment_ancestors(segment_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
-    """Let every token of a packed row see its own sample up to itself, and padding only itself."""
-    length = segment_ids.shape[1]
-    same = segment_ids.unsqueeze(1) == segment_ids.unsqueeze(2)
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=segment_ids.device)
-    return (same & causal & (segment_ids >= 0).unsqueeze(2)) | itself
 
 
 def build_target(

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from draftlab.data.batch import TokenBatch
@@ -18,6 +19,9 @@ from draftlab.randomness import Noise
 from draftlab.sampling import GREEDY
 from draftlab.settings.base import parse_settings
 from draftlab.settings.locate import conf_dir
+from draftlab.targets import adapter, packed_attention
+from draftlab.targets.attention import attend, tile_mask
+from draftlab.targets.step import Step
 from draftlab.targets.tiny import build_tiny_model, tiny_target, tiny_tokenizer
 
 K = 3
@@ -234,6 +238,69 @@ def test_layers_of_other_families_are_refused_with_the_way_out():
 def test_settings_that_cannot_work_are_refused_by_name(target, changes, message):
     with pytest.raises(ConfigError, match=message):
         build(target, **changes)
+
+
+# ---------------------------------------------------------------- packed rows
+
+
+class ByOneMask:
+    """`PackedAttention` by a dense mask; can be made to see one token of the sample before."""
+
+    sees_before = False
+
+    def __init__(self, segments):
+        b, length = segments.shape
+        zeros = torch.zeros(b, dtype=torch.int64)
+        # a window goes by columns here, since samples' positions follow one another
+        columns = torch.arange(length).expand(b, -1)
+        self.step = Step(torch.arange(b), segments, zeros, length, columns, segments=segments)
+
+    def attend(self, query, keys, values, *, window, **scoring):
+        mask = self.step.visible(window)
+        if self.sees_before:
+            mask = mask | F.pad(mask[..., 1:], (0, 1)) & (self.step.segments >= 0).unsqueeze(2)
+        return attend(
+            query, keys, values, tile_mask(mask, query.shape[1] // keys.shape[1]), **scoring
+        )
+
+
+def ragged_batch():
+    """Two packed rows: samples of 21, 1 and 8 tokens; one of 17, then padding."""
+    segments = torch.tensor([[0] * 21 + [1] + [2] * 8, [0] * 17 + [-1] * 13])
+    places = torch.tensor([[*range(21), 0, *range(8)], [*range(17), *[0] * 13]])
+    learned = (places >= 3) & (segments >= 0)
+    ids = torch.tensor([random_ids(30, 1), random_ids(30, 2)])
+    return TokenBatch(ids, learned, places, segments, segments)
+
+
+def loss_and_gradients(drafter, batch, features):
+    drafter.zero_grad()
+    loss = drafter(batch, features, Noise(0)).total
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in drafter.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("family", [None, "mistral", "gemma3", "gpt_oss"])
+def test_loss_and_gradients_of_packed_rows_are_those_of_a_dense_mask(
+    target, tmp_path, monkeypatch, family
+):
+    monkeypatch.setattr(packed_attention, "_CPU_COLUMNS", 8)
+    changes = {} if family is None else folder_with(tmp_path, family, num_hidden_layers=2)
+    drafter = build(target, **changes)
+    drafter.model.config._experts_implementation = "eager"  # the grouped matmul refuses float64
+    batch = ragged_batch()
+    features = target.read_features(batch, drafter.needs)
+    got = loss_and_gradients(drafter, batch, features)
+    assert all(grad.isfinite().all() for grad in got)
+    assert any(grad.any() for grad in got[1:])
+    atol = 1e-6 if family == "gpt_oss" else 1e-10
+    monkeypatch.setattr(adapter, "PackedAttention", ByOneMask)
+    expected = loss_and_gradients(drafter, batch, features)
+    assert all(torch.allclose(a, b, atol=atol, rtol=0) for a, b in zip(got, expected, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), "both ways ran"
+    monkeypatch.setattr(ByOneMask, "sees_before", True)
+    wrong = loss_and_gradients(drafter, batch, features)
+    assert max((a - b).abs().max() for a, b in zip(got, wrong, strict=True)) > 1e-4
 
 
 # ---------------------------------------------------------------- learnable tokens alone (AdaSPEC)

@@ -300,6 +300,7 @@ def long_batch(length):
         ("eagle3", {"unroll_steps": 2}),
         ("peagle", {"num_depths": 2, "num_draft_tokens": 2, "num_layers": 2}),
         ("dflash", {"num_layers": 1, "sliding_window": 100}),
+        ("draft_model", {}),
     ],
 )
 def test_training_on_4096_positions_makes_nothing_of_their_square(kind, changes):

@@ -230,6 +230,22 @@ def test_no_mask_is_made_for_a_chain(monkeypatch):
     assert len(made) > 2
 
 
+def test_packed_rows_do_not_go_through_the_kernel():
+    kernel = StandIn()
+    target, plain, flash = doors_of("mistral", {"num_hidden_layers": 1}, kernel)
+    zeros = torch.zeros(2, dtype=torch.long)
+    samples = torch.tensor([[0] * 7 + [1] * 5, [0] * 10 + [-1] * 2])
+    places = torch.tensor([[*range(7), *range(5)], [*range(10), 0, 0]])
+    step = Step(torch.arange(2), ids_of(2, 12, 1), zeros, 12, places, segments=samples)
+    with torch.inference_mode():
+        logits = [
+            door.forward(target.open_kv(2, 12), step, FeatureRequest(), True).logits
+            for door in (plain, flash)
+        ]
+    assert kernel.calls == []
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_columns_that_count_are_the_same_when_dummies_lie_past_the_table(family):
     target, plain, flash = doors_of(family, {}, StandIn())

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import yaml
@@ -53,6 +55,20 @@ class Skewed:
         if wrong is not None:
             wrong.mul_(1.01)
         return out
+
+
+def test_a_pass_that_takes_packed_rows_for_one_text_is_refused():
+    target = tiny_target("llama", torch.float32)
+
+    class Joining:
+        name = "joining"
+
+        def forward(self, kv, step, request, wants_logits):
+            alone = replace(step, segments=None)
+            return target.reference.forward(kv, alone, request, wants_logits)
+
+    with pytest.raises(UnsupportedTarget, match="joining kernels give other logits"):
+        compare_doors(target.reference, Joining(), target.view, target.kv_shape)
 
 
 @pytest.mark.parametrize("part", ["logits", "taps", "final"])

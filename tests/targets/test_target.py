@@ -4,7 +4,7 @@ import torch
 from draftlab.data.batch import TokenBatch
 from draftlab.errors import ConfigError, TargetMismatch
 from draftlab.targets.features import FeatureRequest
-from draftlab.targets.target import build_target, segment_ancestors
+from draftlab.targets.target import build_target
 from draftlab.targets.tiny import build_tiny_model, tiny_target, tiny_tokenizer
 
 REQUEST = FeatureRequest((1, 4), wants_final=True)
@@ -104,17 +104,6 @@ def test_plain_forward_equals_a_run_and_leaves_the_target_usable(targets, random
     plain = target.forward_plainly(text.unsqueeze(0)).logits
     ours = run_chain(target, target.open_kv(1, 8), [text], [0], 7).logits
     torch.testing.assert_close(plain, ours, rtol=0, atol=1e-9)
-
-
-def test_padding_sees_only_itself():
-    sees = segment_ancestors(torch.tensor([[0, 0, 1, -1, -1]]))[0].int().tolist()
-    assert sees == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 1],
-    ]
 
 
 def test_another_door_takes_over_and_is_reported(random_ids):
