@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from draftlab.cli.words import split_words
+from draftlab.errors import ConfigError
 
 HELP = """usage: draftlab regenerate [recipe=FAMILY/NAME] [key=value ...]
 
@@ -28,6 +29,11 @@ def run(args: Sequence[str]) -> int:
     from draftlab.cli.train_job import find_needs
     from draftlab.targets.load import load_target
 
+    if any(word.replace(" ", "") == "data.answers=given" for word in words):
+        raise ConfigError(
+            "data.answers=given: the answers that the data has are taken as they are, so there is "
+            "nothing to write; drop it, and the target answers"
+        )
     settings, _ = compose_run(words)
     data = settings.data.model_copy(update={"answers": "target"})
     require_inputs(settings.model_copy(update={"data": data}))

@@ -97,9 +97,12 @@ def audit(
     """
     known = {} if cache is None else cache
     answers = [(tuple(g.prompt_ids), tuple(g.output_ids)) for g in generations]
-    fresh = [answer for answer in dict.fromkeys(answers) if answer not in known]
-    fresh.sort(key=lambda answer: len(answer[1]))
-    total, done = sum(len(output) for _, output in fresh), 0
+    distinct = dict.fromkeys(answers)
+    fresh = sorted((a for a in distinct if a not in known), key=lambda answer: len(answer[1]))
+    total = sum(len(output) for _, output in distinct)
+    done = total - sum(len(output) for _, output in fresh)
+    if progress is not None and not fresh:
+        progress(done, total)  # all scored with an earlier arm's: still this one's audit
     for start in range(0, len(fresh), _ROWS):
         part = fresh[start : start + _ROWS]
         scores = score_narrow(target, part, sampling=sampling, prefill_tokens=prefill_tokens)

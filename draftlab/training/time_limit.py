@@ -8,12 +8,15 @@ it stands and looks no more: what it does must not hang on when it was killed.
 
 from collections.abc import Callable
 
+from scipy.stats import trim_mean
+
 _MIN_REHEARSALS = 3
 _MAX_REHEARSALS = 20
 _REHEARSAL_SHARE = 0.02  # of the time limit may go into measuring it
 
 _LOOK_SHARE = 0.2  # of the steps left, done since the last look
 _MIN_STEPS = 5  # that a look counts
+_TRIMMED = 0.2  # of them at either end: a machine that slept tells nothing of the steps to come
 
 
 class TimeLimit:
@@ -69,7 +72,7 @@ class TimeLimit:
         Args:
             step: optimizer steps done.
         """
-        pace = sum(self._counted) / len(self._counted)
+        pace = float(trim_mean(self._counted, _TRIMMED))
         self._counted = []
         return step + self._fit(pace)
 

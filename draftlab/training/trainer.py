@@ -375,7 +375,7 @@ class Trainer:
             fitting = self._time.measure(self._rehearse)
             self._plan = replace(self._plan, total_steps=self._within_limits(fitting))
             log.info(
-                "%.1f minutes allow %d optimizer steps; training %d",
+                "%g minutes allow %d optimizer steps; training %d",
                 self.train.max_minutes,
                 fitting,
                 self._plan.total_steps,
@@ -401,7 +401,7 @@ class Trainer:
             self._plan.write(self._folder.root)
         display.set_total(total)
         log.info(
-            "at the pace by step %d, %.1f minutes allow %d optimizer steps; planned were %d",
+            "at the pace by step %d, %g minutes allow %d optimizer steps; planned were %d",
             step,
             self.train.max_minutes,
             total,
@@ -521,6 +521,12 @@ class Trainer:
                 # the process may have died between the checkpoint and its name
                 self._folder.name_best(progress.best_step)
         log.info("resumed from %s at step %d", folder, progress.step)
+        if self.train.max_minutes is not None and progress.step < self._plan.total_steps:
+            log.info(
+                "going on to step %d as planned; train.max_minutes=%g is not looked at again",
+                self._plan.total_steps,
+                self.train.max_minutes,
+            )
         return progress.step
 
     def _state(self) -> TrainingState:

@@ -65,6 +65,14 @@ def test_true_greedy_output_passes(target, answers):
     assert (verdict.num_identical, verdict.num_compared) == (3, 3)
 
 
+def test_an_arm_whose_answers_were_scored_before_still_shows_its_audit(target, answers):
+    cache, seen = {}, []
+    for _ in range(2):
+        audited(target, answers, cache=cache, progress=lambda *shown: seen.append(shown))
+        assert seen.pop() == (36, 36)
+    assert not seen
+
+
 def test_a_planted_wrong_token_is_found_where_it_is(target, answers):
     planted = [
         answers[0],

@@ -52,6 +52,13 @@ def test_a_pace_that_fell_shortens_the_training():
     assert limit.look(10) == 10 + (600 - 24 - 120) // 12
 
 
+def test_a_pause_takes_its_own_time_and_no_more():
+    limit = busy_start()
+    for seconds in (1.0, 1.0, 100.0, 1.0, 1.0):
+        limit.add_step(seconds)
+    assert limit.look(5) == 5 + 600 - 24 - 104
+
+
 def test_a_look_counts_the_steps_since_the_one_before_only():
     limit = busy_start()
     for _ in range(10):
