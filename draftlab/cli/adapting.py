@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+from draftlab.cli.drafter_size import build_empty_drafter
 from draftlab.cli.drafters import find_drafter_folder, starts_useful
 from draftlab.cli.schema import RunSettings
-from draftlab.drafters.adapters import BaseDrafter, adapt
+from draftlab.drafters.adapters import BaseDrafter, adapt, check_adapter
 from draftlab.drafters.base import Drafter
+from draftlab.drafters.draft_model import DraftModelSettings
 from draftlab.drafters.store import build_drafter, load_adapted, load_drafter, read_card
 from draftlab.errors import ConfigError
 from draftlab.runs.run_dir import RunDir
 from draftlab.targets.fingerprint import fingerprint_weights
+from draftlab.targets.outline import Outline
 from draftlab.targets.target import Target
 from draftlab.training.optim import check_adapter_optimizer
 
@@ -32,6 +35,26 @@ def require_base(settings: RunSettings) -> None:
     check_adapter_optimizer(settings.optim)
     if init is not None and Path(init).exists():
         _refuse_other_shape(find_drafter_folder(init), settings)
+
+
+def require_rank(settings: RunSettings, outline: Outline | None) -> None:
+    """Refuse a rank that no matrix of the drafter has room for, as far as sizes are known by now.
+
+    A draft model's are not before it is loaded: `adapt` looks again.
+
+    Args:
+        settings: everything the run is.
+        outline: the target without its weights; None: unknown.
+
+    Raises:
+        ConfigError: with what to pass.
+    """
+    rank, drafter = settings.adapter.rank, settings.drafter
+    if rank is None or outline is None or isinstance(drafter, DraftModelSettings):
+        return
+    empty = build_empty_drafter(drafter, outline)
+    if empty is not None:
+        check_adapter(empty, rank)
 
 
 def make_adapted(run: RunDir, settings: RunSettings, target: Target) -> Drafter:

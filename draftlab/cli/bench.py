@@ -76,7 +76,8 @@ usage: draftlab bench features [bench.dtypes=bf16,fp8] [key=value ...]
 
 Whether shortened hidden states cost acceptance: the words of draftlab train, trained once for each
 dtype on the same answers, decoded on the prompts of eval. Exit code 3: an arm's tau lies outside
-the 95 % interval of the first one's; 4: too few prompts for an interval.
+the 95 % interval of the first one's; 4: too few prompts for an interval, or no draft token accepted
+in either arm.
 
   bench.dtypes=bf16,fp8        target | bf16 | fp8; the first is what the others are compared with
   bench.out=FILE.json          default: OUTPUTS/bench/features-TIME.json

@@ -42,9 +42,9 @@ _MEANINGS = (
 
 def run(words: Sequence[str]) -> int:
     """Measure, print the table and write the JSON."""
-    own = [word.removeprefix("bench.") for word in words if word.startswith("bench.")]
+    own = [word for word in words if word.startswith("bench.")]
     rest = [word for word in words if not word.startswith("bench.")]
-    options = read_options(own, _DEFAULTS)
+    options = read_options(own, _DEFAULTS, group="bench.")
     count, tokens, repeats = (_count(options, key) for key in ("prompts", "tokens", "repeats"))
     for word in rest:
         if word.startswith("eval.") and not word.startswith(_READ_EVAL_KEYS):
@@ -52,6 +52,7 @@ def run(words: Sequence[str]) -> int:
                 f"{word} has no effect on bench decode; expected bench.prompts, bench.tokens, "
                 "bench.repeats, eval.prompts or eval.seed"
             )
+    from draftlab.cli.bench_out import find_out
     from draftlab.cli.bench_peers import find_vllm, time_vllm
     from draftlab.cli.drafters import compose_for_drafters
     from draftlab.cli.hardware import apply_hardware, place_drafters
@@ -73,6 +74,7 @@ def run(words: Sequence[str]) -> int:
     if settings.decode.temperature != 0:
         raise ConfigError("bench decode compares greedy decoding; pass decode=greedy")
     require_decoding(settings.decode)
+    out = find_out(options["out"], _default_out(settings))
     vllm = find_vllm(options["vllm_python"])
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
     apply_hardware(settings.hardware, places_drafters=True)
@@ -122,7 +124,6 @@ def run(words: Sequence[str]) -> int:
     conditions = _conditions(target, len(prompts), tokens, repeats)
     for line in (*_MEANINGS, *conditions["lines"], *said):
         print(line)
-    out = Path(options["out"]).expanduser() if options["out"] else _default_out(settings)
     record = {"bench": "decode", "arms": lines, "said": said, "conditions": conditions}
     write_atomic(out, json.dumps(record, indent=1) + "\n")
     print(f"written: {out}")

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from draftlab.cli.bench_out import find_out
 from draftlab.cli.words import read_options
 from draftlab.errors import ConfigError
 
@@ -40,8 +41,10 @@ class Arm:
         feature_bytes: of the feature files, all together.
         steps: optimizer steps trained.
         tau: acceptance length, pooled over prompts.
+        num_accepted: draft tokens that the target kept.
         ratio: tau over the first arm's, prompts paired; None for the first arm.
-        is_within: tau lies in the first arm's interval; None where that has none.
+        is_within: tau lies in the first arm's interval; None where that has none, and where neither
+            arm had a draft token accepted, which says nothing of features.
     """
 
     dtype: str
@@ -49,6 +52,7 @@ class Arm:
     feature_bytes: int
     steps: int
     tau: "Estimate"
+    num_accepted: int
     ratio: "Estimate | None"
     is_within: bool | None
 
@@ -59,25 +63,16 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: words that cannot take effect.
     """
-    from draftlab.data.feature_bytes import FeatureDtype
-
-    own = [word.removeprefix("bench.") for word in words if word.startswith("bench.")]
+    own = [word for word in words if word.startswith("bench.")]
     rest = [word for word in words if not word.startswith("bench.")]
-    options = read_options(own, _DEFAULTS)
-    dtypes: list[Any] = options["dtypes"].split(",")
-    known = get_args(FeatureDtype)
-    if len(dtypes) < 2 or len({*dtypes}) < len(dtypes) or not {*dtypes} <= {*known}:
-        raise ConfigError(
-            f"bench.dtypes={options['dtypes']}: expected two or more of {', '.join(known)}, the "
-            "one to compare with first, such as bf16,fp8"
-        )
+    options = read_options(own, _DEFAULTS, group="bench.")
+    dtypes = _read_dtypes(options["dtypes"])
     settings = _compose(rest)
-    began = f"{datetime.now():%Y%m%d-%H%M%S}"
-    arms = _measure(settings, dtypes, settings.paths.outputs / "bench" / f"features-{began}")
+    folder = settings.paths.outputs / "bench" / f"features-{datetime.now():%Y%m%d-%H%M%S}"
+    out = find_out(options["out"], folder.with_suffix(".json"))
+    arms = _measure(settings, dtypes, folder)
     for line in _table(arms):
         print(line)
-    place = settings.paths.outputs / "bench" / f"features-{began}.json"
-    out = Path(options["out"]).expanduser() if options["out"] else place
     _write(out, arms, settings)
     print(f"written: {out}")
     return _judge(arms)
@@ -120,8 +115,31 @@ def lay_out_again(
     return [replace(s, features_path=places[s.features_path]) for s in samples if s.features_path]
 
 
+def _read_dtypes(text: str) -> "list[FeatureDtype]":
+    """Read A,B or [A,B], as lists are typed everywhere."""
+    from draftlab.data.feature_bytes import FeatureDtype
+
+    known = get_args(FeatureDtype)
+    items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
+    dtypes: list[Any] = items
+    problem = None
+    if odd := [item for item in items if item not in known]:
+        problem = f"there is no {odd[0]!r}"
+    elif twice := [item for item in items if items.count(item) > 1]:
+        problem = f"{twice[0]} stands there twice"
+    elif len(items) < 2:
+        problem = "it takes two to compare"
+    if problem is not None:
+        raise ConfigError(
+            f"bench.dtypes={text}: {problem}; expected two or more of {', '.join(known)}, the one "
+            "to compare with first, such as bf16,fp8"
+        )
+    return dtypes
+
+
 def _compose(words: Sequence[str]) -> "RunSettings":
     """Compose and check what the arms have in common."""
+    from draftlab.cli.estimate import require_training
     from draftlab.cli.hardware import apply_hardware
     from draftlab.cli.launch import compose_run, require_inputs
     from draftlab.cli.measure import require_eval_prompts
@@ -150,7 +168,7 @@ def _compose(words: Sequence[str]) -> "RunSettings":
                 f"bench features: {what}; expected answers of the target with captured features, "
                 "and as many steps for all of bench.dtypes=A,B"
             )
-    require_inputs(settings)
+    require_training(require_inputs(settings), settings.drafter.kind)
     require_eval_prompts(settings.eval, settings.paths.cache / "data")
     apply_hardware(hardware)
     update = {"hardware": hardware.resolved(), "target": resolve(settings.target)}
@@ -228,7 +246,8 @@ def _arm(
     from draftlab.evaluation.acceptance import compute_acceptance
     from draftlab.evaluation.intervals import paired_estimate
 
-    tau = compute_acceptance(answers, seed=settings.eval.seed).tau
+    found = compute_acceptance(answers, seed=settings.eval.seed)
+    tau = found.tau
     ratio, is_within = None, None
     if arms:
         # a prompt whose answer ended with its first token has no step in either arm
@@ -237,10 +256,11 @@ def _arm(
         there, steps_there = _counts([pair[1] for pair in pairs])
         ratio = paired_estimate([here, steps_there], [steps_here, there])
         bar = arms[0].tau
-        if tau.value is not None and bar.low is not None and bar.high is not None:
+        has_drafts = found.num_accepted > 0 or arms[0].num_accepted > 0
+        if has_drafts and tau.value is not None and bar.low is not None and bar.high is not None:
             is_within = bar.low <= tau.value <= bar.high
     size = sum(path.stat().st_size for path in folder.iterdir())
-    return Arm(dtype, str(run.path), size, steps, tau, ratio, is_within)
+    return Arm(dtype, str(run.path), size, steps, tau, found.num_accepted, ratio, is_within)
 
 
 def _counts(answers: "Sequence[Generation]") -> tuple[list[int], list[int]]:
@@ -259,11 +279,10 @@ def _judge(arms: Sequence[Arm]) -> int:
 
 def _table(arms: Sequence[Arm]) -> list[str]:
     first = arms[0]
-    said = {True: f"within {first.dtype}'s", False: f"OUTSIDE {first.dtype}'s", None: "no interval"}
     lines = [f"{'features':<9}{'bytes':>15}{'share':>8}{'steps':>8}  tau with interval"]
     for arm in arms:
         share = f"{arm.feature_bytes / first.feature_bytes:.1%}"
-        ratio = "" if arm.ratio is None else f"  ratio {_told(arm.ratio)}  {said[arm.is_within]}"
+        ratio = "" if arm.ratio is None else f"  ratio {_told(arm.ratio)}  {_said(arm, first)}"
         lines.append(
             f"{arm.dtype:<9}{arm.feature_bytes:>15,}{share:>8}{arm.steps:>8}  "
             f"{_told(arm.tau)}{ratio}"
@@ -272,7 +291,22 @@ def _table(arms: Sequence[Arm]) -> list[str]:
         f"95 % intervals over {first.tau.num_prompts} prompts; ratios paired by prompt; same "
         "answers, seed and optimizer steps in every arm"
     )
+    if any(_has_no_drafts(arm, first) for arm in arms[1:]):
+        lines.append(
+            "UNDECIDED: no draft token was accepted, so tau says nothing of the features; train "
+            "longer, such as with train.max_steps=N"
+        )
     return lines
+
+
+def _said(arm: Arm, first: Arm) -> str:
+    if arm.is_within is None:
+        return "UNDECIDED: no drafts accepted" if _has_no_drafts(arm, first) else "no interval"
+    return f"{'within' if arm.is_within else 'OUTSIDE'} {first.dtype}'s"
+
+
+def _has_no_drafts(arm: Arm, first: Arm) -> bool:
+    return arm.num_accepted == 0 and first.num_accepted == 0
 
 
 def _told(estimate: "Estimate") -> str:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from draftlab.cli.bench_out import find_out
 from draftlab.cli.collect import Collected, encode_prompts
 from draftlab.cli.families import Family, compose_families, share
-from draftlab.cli.hardware import apply_hardware
+from draftlab.cli.hardware import apply_hardware, require_threads
 from draftlab.cli.progress import Ticker
 from draftlab.cli.schema import RunSettings
 from draftlab.cli.show_table import show_table
@@ -72,9 +73,8 @@ def run(words: Sequence[str]) -> int:
         ConfigError: words that cannot take effect.
         DraftlabError: a family that cannot be measured.
     """
-    options = read_options(
-        [word.removeprefix("bench.") for word in words if word.startswith("bench.")], _DEFAULTS
-    )
+    own = [word for word in words if word.startswith("bench.")]
+    options = read_options(own, _DEFAULTS, group="bench.")
     counts = {key: _count(options, key) for key in _DEFAULTS if key != "out"}
     if counts["answer_tokens"] >= counts["sample_tokens"]:
         raise ConfigError(
@@ -95,6 +95,9 @@ def run(words: Sequence[str]) -> int:
     settings = families[0].settings
     if settings.hardware.num_processes > 1:
         raise ConfigError("bench train measures one process; pass hardware.num_processes=1")
+    require_threads(settings.hardware)
+    name = f"train-{datetime.now():%Y%m%d-%H%M%S}.json"
+    out = find_out(options["out"], settings.paths.outputs / "bench" / name)
     decided = {"hardware": settings.hardware.resolved(), "target": resolve(settings.target)}
     results = []
     with Ticker("training steps", len(families)) as ticker:
@@ -106,9 +109,6 @@ def run(words: Sequence[str]) -> int:
     lines = _conditions(families, results, counts)
     show_table(_table(results), is_dense=True, width=_WIDTH)
     print("\n".join(lines))
-    name = f"train-{datetime.now():%Y%m%d-%H%M%S}.json"
-    given = options["out"]
-    out = Path(given).expanduser() if given else settings.paths.outputs / "bench" / name
     write_json(out, {"bench": "train", "families": results, "said": lines, "sizes": counts})
     print(f"written: {out}")
     return 0

@@ -10,6 +10,7 @@ from draftlab.errors import ConfigError
 if TYPE_CHECKING:
     from draftlab.cli.accelerators import Accelerator
     from draftlab.cli.estimate import Estimate, Workload
+    from draftlab.cli.hardware import HardwareSettings
     from draftlab.cli.schema import RunSettings
     from draftlab.drafters.adapters import AdapterSettings
     from draftlab.training.settings import TrainSettings
@@ -66,7 +67,7 @@ def run(args: list[str]) -> int:
         **_describe_card(estimate),
         "speculation": _describe_speculation(estimate),
         "drafter": _describe_drafter(settings, estimate),
-        "processes": f"{hardware.num_processes} x {hardware.threads} threads ({hardware.kind})",
+        "processes": _describe_processes(hardware),
     }
     if not estimate.trains_nothing:
         lines |= {
@@ -84,8 +85,9 @@ def run(args: list[str]) -> int:
         print(f"\nskipped bad lines:\n{describe_bad_lines(estimate.workload.bad_lines)}")
     _print_memory(settings, estimate, accelerator)
     _print_disk(settings, estimate)
-    if settings.hardware.kind != "cpu":
-        _print_time(settings, estimate, accelerator)
+    is_told = settings.hardware.kind != "cpu" and _print_time(settings, estimate, accelerator)
+    if not (is_told or estimate.trains_nothing or options["probe"] == "true"):
+        print("\nhours cannot be told from sizes alone; probe=true measures them here")
     if options["probe"] == "true":
         require_training(estimate, settings.drafter.kind)
         _print_pace(settings, estimate)
@@ -114,6 +116,11 @@ def _describe_target(settings: "RunSettings", estimate: "Estimate") -> str:
         f"{name}: {_billions(outline.num_parameters)} parameters{active}, {estimate.dtype}; "
         f"sizes: {outline.origin}"
     )
+
+
+def _describe_processes(hardware: "HardwareSettings") -> str:
+    cut = "" if hardware.shard == "none" else f", shard={hardware.shard}"
+    return f"{hardware.num_processes} x {hardware.threads} threads ({hardware.kind}{cut})"
 
 
 def _describe_trained(adapter: "AdapterSettings") -> str:
@@ -199,12 +206,13 @@ def _print_disk(settings: "RunSettings", estimate: "Estimate") -> None:
         print(f"  {part:<38} {size / _GB:>8.2f}")
 
 
-def _print_time(settings: "RunSettings", estimate: "Estimate", accelerator: "Accelerator") -> None:
+def _print_time(settings: "RunSettings", estimate: "Estimate", accelerator: "Accelerator") -> bool:
+    """Print hours, and tell whether any could be told."""
     from draftlab.cli.time_forecast import BANDWIDTH_SHARE, FLOPS_SHARE, forecast_time
 
     found = forecast_time(settings, estimate, accelerator)
     if found.plain_tokens_per_s is None:
-        return
+        return False
     count = settings.hardware.num_processes
     print(
         f"\ntime, estimated for {count} x {accelerator.name}, not measured: {FLOPS_SHARE:.0%} of "
@@ -222,6 +230,7 @@ def _print_time(settings: "RunSettings", estimate: "Estimate", accelerator: "Acc
         print(f"  {'training, hours':<38} {found.training:>8.1f}   {note}".rstrip())
     pace = found.plain_tokens_per_s
     print(f"  {'plain decoding at batch 1, tokens/s':<38} {pace:>8.0f}")
+    return True
 
 
 def _print_pace(settings: "RunSettings", estimate: "Estimate") -> None:

@@ -23,6 +23,7 @@ from draftlab.data.feature_bytes import bytes_of_vector
 from draftlab.data.loader import prepare, read_split
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.settings import DataSettings
+from draftlab.data.unasked import count_unasked, describe_unasked
 from draftlab.decoding.records import Generation
 from draftlab.decoding.regenerate import Question, list_questions, regenerate
 from draftlab.decoding.settings import RegenerateSettings
@@ -104,6 +105,9 @@ def collect_samples(
     reading = read_split(data, "train", cache, target.tokenizer)
     if reading.bad_lines and is_first_rank:
         log.warning("skipped bad lines:\n%s", describe_bad_lines(reading.bad_lines))
+    unasked = describe_unasked(reading.conversations)
+    if unasked and is_first_rank:
+        log.info("of the chats to train on:\n%s", unasked)
     questions, too_long = list_questions(
         target,
         reading.conversations,
@@ -145,6 +149,7 @@ def collect_samples(
         "num_answer_tokens": sum(sample.num_learned for sample in cut.samples),
         "num_tokens": sum(len(sample) for sample in cut.samples),
         "prompts_left_out_as_too_long": too_long,
+        "dropped": count_unasked(reading.conversations),
     }
     captured = needs if answering.capture_features else None
     held_out = read_split(data, "validation", cache, target.tokenizer).conversations
@@ -157,13 +162,16 @@ def encode_prompts(
 ) -> dict[str, list[list[int]]]:
     """Render chats as prompts, by domain; an answer at their end is dropped.
 
-    Prompts that leave the target no room for a short answer are left out, and counted in the log.
+    Chats that cannot be asked, and prompts that leave the target no room for a short answer, are
+    left out, and counted in the log.
 
     Raises:
         DataError: a chat that the template cannot render.
     """
     prompts: dict[str, list[list[int]]] = {}
     too_long = 0
+    if unasked := describe_unasked(chats):
+        log.info("of the prompts to decode:\n%s", unasked)
     for chat in chats:
         question = to_prompt(chat)
         if question is None:

@@ -107,6 +107,11 @@ def find_drafter_folder(name: str) -> Path:
         raise ConfigError(_explain_no_drafter(path))
     if may_be_hub_id(name):
         return _download(name)
+    if name in _kinds():
+        raise ConfigError(
+            f"{name} is a kind of drafter and has no trained weights to start from; expected a run "
+            "or drafter folder, or a hub id OWNER/NAME"
+        )
     raise ConfigError(
         f"no drafter {name!r}: expected one of {', '.join(_kinds())}, a run or drafter folder, or "
         f"a hub id OWNER/NAME; near: {', '.join(near_names(name, _kinds()))}"

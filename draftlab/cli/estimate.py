@@ -4,7 +4,7 @@ Read estimate_run; memory_forecast.py and time_forecast.py go on from here.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from draftlab.cli.schema import RunSettings
 from draftlab.cli.text_tokenizer import find_tokenizer
 from draftlab.data.conversations import BadLine
 from draftlab.data.loader import read_training_chats
+from draftlab.data.unasked import count_unasked
 from draftlab.errors import ConfigError
 from draftlab.targets.features import FeatureRequest
 from draftlab.targets.outline import Outline, find_outline
@@ -44,13 +45,15 @@ class Workload:
     """What there is to learn.
 
     Attributes:
-        num_prompts: chats read for training; of a hub data set, as many as are asked for.
+        num_prompts: chats read for training, without those that cannot be asked; of a hub data
+            set, as many as are asked for.
         num_answers: answers learned.
         sample_tokens: a usual prompt and an answer of full length, tokens.
         is_answered_here: the target answers the prompts first.
         bad_lines: lines of the data that are skipped on request.
-        num_unread: chats among them that are rendered text and count unseen, since the target's
-            tokenizer is not here.
+        num_unread: chats read that are rendered text, taken unseen, since the target's tokenizer
+            is not here.
+        unasked: chats left out, since the target cannot be asked them, by reason.
     """
 
     num_prompts: int
@@ -59,6 +62,7 @@ class Workload:
     is_answered_here: bool
     bad_lines: tuple[BadLine, ...] = ()
     num_unread: int = 0
+    unasked: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -172,6 +176,12 @@ def require_training(estimate: Estimate, kind: str) -> None:
             f"target {estimate.outline.name} has an encoder: draftlab decodes with it and trains "
             "nothing for it; measure it with draftlab eval and the same words"
         )
+    if kind == "hybrid":
+        raise ConfigError(
+            "drafter=hybrid is trained by its head: train that first, by its own kind (draftlab "
+            "train drafter=eagle3, for one), then name its run: draftlab eval drafter=hybrid "
+            "drafter.head=RUN"
+        )
     raise ConfigError(
         f"drafter={kind} has no weights, so there is nothing to train; measure it as it is: "
         f"draftlab eval drafter={kind}"
@@ -210,6 +220,7 @@ def bytes_of_number(dtype: str) -> int:
 
 def _find_workload(settings: RunSettings) -> Workload | None:
     data, answering = settings.data, settings.regenerate
+    unasked: dict[str, int] = {}
     if data.kind == "hub":
         if data.max_samples is None:
             return None
@@ -221,11 +232,14 @@ def _find_workload(settings: RunSettings) -> Workload | None:
         unread = sum(chat.text is not None for chat in reading.conversations)
         if unread and tokenizer() is not None:
             unread = 0
+        if data.answers == "target":
+            unasked = count_unasked(reading.conversations)
+            count -= sum(unasked.values())
     answers, tokens = count, data.max_tokens
     if is_answered_here := data.answers == "target":
         answers = count * answering.answers_per_prompt
         tokens = min(_PROMPT_TOKENS + answering.max_new_tokens, data.max_tokens)
-    return Workload(count, answers, tokens, is_answered_here, bad, unread)
+    return Workload(count, answers, tokens, is_answered_here, bad, unread, unasked)
 
 
 def _sizes_of_folder(folder: Path) -> TargetSizes | None:

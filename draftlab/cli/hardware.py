@@ -1,5 +1,6 @@
 """On what a run runs, and the launcher's words derived from that alone."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 MACHINE_RANK = "DRAFTLAB_MACHINE_RANK"
 
+log = logging.getLogger(__name__)
+
 
 class HardwareSettings(Settings):
     """Keys of conf/hardware/*.yaml.
@@ -24,8 +27,8 @@ class HardwareSettings(Settings):
     Attributes:
         kind: processor, one CUDA device, or one CUDA device a process.
         num_processes: processes that train together, on all machines.
-        threads: threads of each process; None takes OMP_NUM_THREADS where that is set, else shares
-            the cores among the processes.
+        threads: threads of each process, no more than its cores; None takes OMP_NUM_THREADS where
+            that is set, else shares the cores among the processes.
         shard: what is cut over the processes (FSDP2) instead of being whole in each: the drafter's
             weights, gradients and moments, the frozen target's layers, both, or none.
         drafter_device: where the drafter is, when not with the target: cpu or cuda:N; None: with
@@ -83,6 +86,40 @@ class HardwareSettings(Settings):
         return self.model_copy(update={"threads": threads})
 
 
+def require_threads(hardware: HardwareSettings) -> None:
+    """Refuse more threads for a process than cores it may use: they wait for each other.
+
+    Several processes may ask for more than all cores together; they need not be busy at once. Whose
+    devices are not here, or which has several machines, may run where there are more cores.
+
+    Raises:
+        ConfigError: with the threads asked for, the cores there are, and what to pass.
+    """
+    if hardware.accelerate_config is None and not _lacks_devices(hardware):
+        problem = _explain_threads(hardware)
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+def _explain_threads(hardware: HardwareSettings) -> str | None:
+    cores = num_cores()
+    if hardware.threads is None or hardware.threads <= cores:
+        return None
+    return (
+        f"hardware.threads={hardware.threads} is more than the cores this process may use, "
+        f"{cores}, so threads would wait for each other and steps take many times as long; pass at "
+        f"most hardware.threads={cores}, or hardware.threads=null for an equal share of the cores"
+    )
+
+
+def _lacks_devices(hardware: HardwareSettings) -> bool:
+    if hardware.kind == "cpu":
+        return False
+    import torch
+
+    return torch.cuda.device_count() < _num_local(hardware)
+
+
 def apply_hardware(hardware: HardwareSettings, *, places_drafters: bool = False) -> None:
     """Set this process's threads, and hide or demand CUDA; call it before anything runs.
 
@@ -102,14 +139,20 @@ def apply_hardware(hardware: HardwareSettings, *, places_drafters: bool = False)
         )
     if hardware.kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA starts lazily: nothing has looked yet
-    elif torch.cuda.device_count() < _num_local(hardware):
+    elif _lacks_devices(hardware):
+        count = _num_local(hardware)
+        instead = "hardware=cpu" + (f" hardware.num_processes={count}" if count > 1 else "")
         raise ConfigError(
-            f"hardware={hardware.kind} with num_processes={_num_local(hardware)} needs as many "
-            f"CUDA devices, and torch {torch.__version__} sees {torch.cuda.device_count()}; use "
-            "hardware=cpu, or see `draftlab doctor`"
+            f"hardware.kind={hardware.kind} with hardware.num_processes={count} needs as many CUDA "
+            f"devices, and torch {torch.__version__} sees {torch.cuda.device_count()}; use "
+            f"{instead}, or see `draftlab doctor`"
         )
     elif "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # the target goes where "cuda" is
+    # no refusal here: a run begun on a larger machine goes on, and is evaluated, on this one too
+    problem = _explain_threads(hardware)
+    if problem is not None:
+        log.warning(problem)
     torch.set_num_threads(hardware.resolved().threads or 1)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from draftlab.cli.adapting import require_base
+from draftlab.cli.adapting import require_base, require_rank
 from draftlab.cli.continuing import take_over_drafter
 from draftlab.cli.drafters import find_drafter_folder, may_be_hub_id
 from draftlab.cli.estimate import Estimate, estimate_run, require_disk, require_training
@@ -23,6 +23,7 @@ from draftlab.cli.hardware import (
     is_first_machine,
     launcher_command,
     launcher_environment,
+    require_threads,
 )
 from draftlab.cli.measure import require_decoding
 from draftlab.cli.schema import RunSettings, settings_of
@@ -159,13 +160,13 @@ def require_inputs(settings: RunSettings, *, asks_hub: bool = False) -> Estimate
 
     Raises:
         DataError: a missing data file, lines that cannot be read, or nothing to learn.
-        ConfigError: adapters on nothing, no such target, a law that is none, a tracker that is not
-            installed, kernels that a cut target does not have, a folder that cannot be written, or
-            a disk too small.
+        ConfigError: adapters on nothing or of a rank beyond its matrices, more threads than cores,
+            no such target, a law that is none, a tracker that is not installed, kernels that a cut
+            target does not have, a folder that cannot be written, or a disk too small.
         CheckpointError: the drafter to start from is damaged.
     """
     require_decoding(settings.decode)
-    settings.regenerate.sampling  # noqa: B018 - refuses what is no law
+    require_threads(settings.hardware)
     require_tracker(settings.tracker)
     require_base(settings)
     if settings.init is not None and not may_be_hub_id(settings.init):
@@ -175,6 +176,7 @@ def require_inputs(settings: RunSettings, *, asks_hub: bool = False) -> Estimate
 
         refuse_fast_shards(settings.target)
     estimate = estimate_run(settings, asks_hub=asks_hub)
+    require_rank(settings, estimate.outline)
     require_disk(estimate, settings.paths.outputs)
     return estimate
 
@@ -190,12 +192,17 @@ def _decide(settings: RunSettings) -> RunSettings:
 
 
 def _reopen(name: str, others: list[str]) -> tuple[RunDir, RunSettings]:
+    try:
+        run = open_run(name)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"resume={name}: expected auto, never or a run's folder; {error}"
+        ) from None
     if others:
         raise ConfigError(
             f"a resumed run keeps its settings: drop {' '.join(others)}; to train its drafter "
             f"further with other settings pass init={name} instead of resume={name}"
         )
-    run = open_run(name)
     return run, read_run_settings(run)
 
 

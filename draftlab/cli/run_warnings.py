@@ -6,6 +6,7 @@ from draftlab.cli.accelerators import Accelerator
 from draftlab.cli.estimate import Estimate, bytes_of_number
 from draftlab.cli.memory_forecast import forecast_memory
 from draftlab.cli.schema import RunSettings
+from draftlab.data.unasked import UNASKED_ADVICE
 from draftlab.runs.provenance import describe_gpus, memory_bytes
 from draftlab.targets.published import published_model
 
@@ -33,8 +34,8 @@ def _about_devices(settings: RunSettings) -> list[str]:
     if count >= hardware.num_processes:
         return []
     return [
-        f"hardware={hardware.kind} needs {hardware.num_processes} CUDA devices and torch sees "
-        f"{count} here: the run starts on another machine only"
+        f"this run needs {hardware.num_processes} CUDA devices, one a process "
+        f"(hardware.num_processes), and torch sees {count} here: it starts on another machine only"
     ]
 
 
@@ -120,11 +121,18 @@ def _about_hub(settings: RunSettings, estimate: Estimate) -> list[str]:
 
 
 def _about_text(settings: RunSettings, estimate: Estimate) -> list[str]:
-    unread = estimate.workload.num_unread if estimate.workload else 0
-    if not unread:
+    workload = estimate.workload
+    if workload is None:
         return []
-    return [
-        f"rows of rendered text, counted unread: {unread}; the tokenizer of "
-        f"{settings.target.name or settings.target.source} cannot be had here, and training "
-        "refuses text without the answer marker of its chat template"
+    found = [
+        f"chats left out: {count} ({reason}); {UNASKED_ADVICE[reason]}"
+        for reason, count in workload.unasked.items()
     ]
+    if workload.num_unread:
+        counted = "" if workload.unasked else "counted "
+        found.append(
+            f"rows of rendered text, {counted}unread: {workload.num_unread}; the tokenizer of "
+            f"{settings.target.name or settings.target.source} cannot be had here, and training "
+            "refuses text without the answer marker of its chat template"
+        )
+    return found

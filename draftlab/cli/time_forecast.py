@@ -5,6 +5,7 @@ slower; training multiplies. Shares of the peak are assumptions: trainers of thi
 of it (SpecForge's Domino trainer on H200), decoders 69 % of the bandwidth (gpt-fast on A100).
 """
 
+import math
 from dataclasses import dataclass
 
 from draftlab.cli.accelerators import Accelerator
@@ -28,7 +29,8 @@ class TimeForecast:
         answers: the target answers; None where the data has answers or nothing is known.
         answer_tokens: how many it may write.
         training: optimizer steps, without probes and checkpoints.
-        training_tokens: how many pass, all epochs together; None where minutes alone end it.
+        training_tokens: how many pass in that time, all epochs together; None where minutes alone
+            end it.
         plain_tokens_per_s: plain decoding at batch 1, the pace that drafts are to beat; None where
             nothing is known.
     """
@@ -57,13 +59,14 @@ def forecast_time(
     trained = training_tokens(settings, workload)
     training = None
     if estimate.drafter is not None and estimate.drafter.num_trainable:
-        limits = []
-        if settings.train.max_minutes is not None:
-            limits.append(settings.train.max_minutes / 60)
+        minutes = settings.train.max_minutes
+        limit = math.inf if minutes is None else minutes / 60
+        training = limit
         if trained is not None:
-            seconds = _training_s(settings, estimate, outline, trained, accelerator)
-            limits.append(seconds / _HOUR)
-        training = min(limits)
+            whole = _training_s(settings, estimate, outline, trained, accelerator) / _HOUR
+            training = min(limit, whole)
+            if limit < whole:
+                trained *= limit / whole
     return TimeForecast(answers, tokens, training, trained, plain)
 
 

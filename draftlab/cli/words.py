@@ -36,21 +36,24 @@ def split_words(args: Sequence[str], *, most: int) -> tuple[list[str], list[str]
     return things, words
 
 
-def read_options(words: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
-    """Read the few options of a command that composes nothing.
+def read_options(
+    words: Sequence[str], defaults: dict[str, str], *, group: str = ""
+) -> dict[str, str]:
+    """Read the few options of a command, those that compose nothing.
 
     Args:
         words: key=value words.
-        defaults: every option the command has.
+        defaults: every option the command has, without its group.
+        group: what each word begins with, such as `bench.`.
 
     Raises:
         ConfigError: an option it does not have.
     """
     options = dict(defaults)
     for word in words:
-        key, _, value = word.partition("=")
+        key, _, value = word.removeprefix(group).partition("=")
         if key not in defaults:
-            known = ", ".join(f"{name}=" for name in defaults) or "none"
+            known = ", ".join(f"{group}{name}=" for name in defaults) or "none"
             raise ConfigError(f"unknown option {word!r}; known options: {known}")
         options[key] = value
     return options

@@ -65,7 +65,7 @@ def read_files(
     domain: str = "own",
     on_bad_line: Literal["fail", "skip"] | None = None,
     messages_field: str | None = None,
-    is_rendered: Callable[[str], bool] | None = None,
+    find_opening: Callable[[], str | None] | None = None,
 ) -> Reading:
     """Read all files before anything else is done with any of them.
 
@@ -76,8 +76,7 @@ def read_files(
             no setting could choose otherwise.
         cache_dir: folder in which the `datasets` library may keep its files.
         messages_field: field of the chat, or None to look for the usual names.
-        is_rendered: says whether a `text` field is a chat in the target's template; None refuses
-            `text` fields.
+        find_opening: as `parse_record` takes it; None refuses `text` fields.
 
     Raises:
         DataError: a file is missing or not readable, or (with fail) any line is bad.
@@ -86,7 +85,7 @@ def read_files(
     bad: list[BadLine] = []
     for path in list_files(paths):
         rows = _rows_of(path, cache_dir, bad)
-        good.extend(_parse_rows(rows, path.name, domain, messages_field, is_rendered, bad))
+        good.extend(_parse_rows(rows, path.name, domain, messages_field, find_opening, bad))
     return _finish(good, bad, on_bad_line)
 
 
@@ -99,7 +98,7 @@ def read_hub(
     on_bad_line: Literal["fail", "skip"],
     cache_dir: Path,
     messages_field: str | None = None,
-    is_rendered: Callable[[str], bool] | None = None,
+    find_opening: Callable[[], str | None] | None = None,
 ) -> Reading:
     """Read one split of a hub data set (or of a local folder the `datasets` library knows).
 
@@ -108,7 +107,7 @@ def read_hub(
     """
     bad: list[BadLine] = []
     rows = _load_dataset(name, name=subset, split=split, cache_dir=cache_dir)
-    good = list(_parse_rows(rows, name, domain, messages_field, is_rendered, bad))
+    good = list(_parse_rows(rows, name, domain, messages_field, find_opening, bad))
     return _finish(good, bad, on_bad_line)
 
 
@@ -219,7 +218,7 @@ def _parse_rows(
     file: str,
     domain: str,
     messages_field: str | None,
-    is_rendered: Callable[[str], bool] | None,
+    find_opening: Callable[[], str | None] | None,
     bad: list[BadLine],
 ) -> Iterator[Conversation]:
     for number, row in rows:
@@ -229,7 +228,7 @@ def _parse_rows(
                 source=f"{file}:{number}",
                 domain=domain,
                 messages_field=messages_field,
-                is_rendered=is_rendered,
+                find_opening=find_opening,
             )
             if _LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False, default=str)):
                 raise ValueError("holds half of a surrogate pair, which no tokenizer can read")

@@ -30,7 +30,6 @@ from draftlab.data.conversations import (
     list_files,
     read_files,
     read_hub,
-    to_prompt,
 )
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.prompts import load_prompts
@@ -41,6 +40,7 @@ from draftlab.data.template import (
     find_answer_marker,
     load_template,
 )
+from draftlab.data.unasked import UNASKED_ADVICE, explain_unasked
 from draftlab.errors import DataError
 from draftlab.files import compute_file_sha256, write_whole
 from draftlab.randomness import derive_seed
@@ -160,8 +160,10 @@ def read_split(
             f"data of kind {settings.kind} has a train and a validation part, but evaluation was "
             "asked for; evaluate on data=builtin, or give the file as data of its own"
         )
-    reader = _build_reader(settings, tokenizer) if tokenizer is not None else None
-    reading = _read_all(settings, cache_dir, reader)
+    find_opening = None
+    if tokenizer is not None:
+        find_opening = cache(partial(_find_opening, settings, tokenizer))
+    reading = _read_all(settings, cache_dir, find_opening)
     train, held_out = _split(settings, reading.conversations)
     return replace(reading, conversations=held_out if split == "validation" else train)
 
@@ -187,15 +189,15 @@ def read_training_chats(
     find_tokenizer = cache(find_tokenizer)
 
     @cache
-    def find_reader() -> Callable[[str], bool]:
+    def find_opening() -> str | None:
         tokenizer = find_tokenizer()
         if tokenizer is None:
-            return lambda text: True
+            return ""  # every text holds it
         if settings.answers == "given":
             check_template(tokenizer, settings.template_options)
-        return _build_reader(settings, tokenizer)
+        return _find_opening(settings, tokenizer)
 
-    reading = _read_all(settings, cache_dir, lambda text: find_reader()(text))
+    reading = _read_all(settings, cache_dir, find_opening)
     chats, held_out = _split(settings, reading.conversations)
     if not chats:
         if held_out and settings.answers == "target":
@@ -212,7 +214,7 @@ def read_training_chats(
             return replace(reading, conversations=chats)
         dropped[reason] += 1
         examples.append(f"{chat.source} ({chat.id}): {reason}")
-    raise DataError(_explain_nothing(settings, len(chats), dropped, examples))
+    raise DataError(_explain_nothing(settings, chats, dropped, examples))
 
 
 def prepare(
@@ -244,31 +246,24 @@ def prepare(
             "data.answers=target, and it answers them first"
         )
     check_template(tokenizer, settings.template_options)
-    reader = _build_reader(settings, tokenizer)
-    reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, reader)
+    find_opening = cache(partial(_find_opening, settings, tokenizer))
+    reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, find_opening)
     path = cache_dir / f"prepared-{_compute_key(settings, tokenizer, reading)[:24]}.safetensors"
     if path.is_file():
         prepared = _load(path)
         log.info("prepared rows taken from %s", path)
     else:
-        reading = reading or _read_all(settings, cache_dir, reader)
+        reading = reading or _read_all(settings, cache_dir, find_opening)
         prepared = _encode_all(settings, tokenizer, reading, on_progress)
         _save(path, prepared)
     _check_ids([*prepared.samples, *prepared.held_out], tokenizer, vocab_size)
     return prepared
 
 
-def _build_reader(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[str], bool]:
-    """Tell chats that the template has rendered from other text; asks it once there is text."""
-    find_marker = cache(lambda: find_answer_marker(tokenizer, settings.template_options))
-
-    def is_rendered(text: str) -> bool:
-        marker = find_marker()
-        return marker is not None and marker[0] in text
-
-    return is_rendered
+def _find_opening(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Find what tells chats that the template has rendered from other text."""
+    marker = find_answer_marker(tokenizer, settings.template_options)
+    return None if marker is None else marker[0]
 
 
 def _split(
@@ -282,7 +277,7 @@ def _split(
 
 
 def _read_all(
-    settings: DataSettings, cache_dir: Path, is_rendered: Callable[[str], bool] | None
+    settings: DataSettings, cache_dir: Path, find_opening: Callable[[], str | None] | None
 ) -> Reading:
     read = (
         partial(read_files, settings.paths)
@@ -296,7 +291,7 @@ def _read_all(
         on_bad_line=settings.on_bad_line,
         cache_dir=cache_dir,
         messages_field=settings.messages_field,
-        is_rendered=is_rendered,
+        find_opening=find_opening,
     )
     return replace(reading, conversations=reading.conversations[: settings.max_samples])
 
@@ -361,7 +356,7 @@ def _encode_all(
     for sample in cut.lost:
         drop(owners[sample.sample_id], f"the answer lies beyond max_tokens={settings.max_tokens}")
     if not cut.samples:
-        raise DataError(_explain_nothing(settings, len(chats), dropped, examples))
+        raise DataError(_explain_nothing(settings, chats, dropped, examples))
     held_out = [s for s in cut.samples if _is_held_out(settings, owners[s.sample_id])]
     if len(held_out) == len(cut.samples):
         held_out = []  # a handful of chats: training comes first
@@ -403,26 +398,34 @@ def _is_held_out(settings: DataSettings, chat: Conversation) -> bool:
 
 
 def _explain_nothing(
-    settings: DataSettings, num_chats: int, dropped: Counter[str], examples: list[str]
+    settings: DataSettings, chats: list[Conversation], dropped: Counter[str], examples: list[str]
 ) -> str:
     where = _name_source(settings)
-    if not num_chats:
+    if not chats:
         return (
             f"no token to learn: {where} holds no chat; expected a JSON object a line, such as "
             '{"messages": [{"role": "user", "content": "..."}, ...]}'
         )
     reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
     shown = "".join(f"\n  {example}" for example in examples[:_SHOWN_EXAMPLES])
+    num_texts = sum(chat.text is not None for chat in chats)
     if settings.answers == "target":
-        advice = "give chats with a user's turn"
+        advice = ", and ".join(UNASKED_ADVICE[reason] for reason in dropped)
     elif any("max_tokens" in reason for reason in dropped):
         advice = "raise data.max_tokens"
+    elif num_texts == len(chats):
+        advice = (
+            "give text with an answer in it, or give the rows as `messages` or `prompt` and pass "
+            "data.answers=target: the target then answers the prompts itself"
+        )
     else:
         advice = (
             "give chats with an assistant's answer, or pass data.answers=target: the target then "
             "answers the prompts itself"
         )
-    return f"no token to learn in {num_chats} chats of {where}: {reasons}{shown}\n{advice}"
+        if num_texts:
+            advice += "; it cannot answer rendered text: give that as `messages` or `prompt`"
+    return f"no token to learn in {len(chats)} chats of {where}: {reasons}{shown}\n{advice}"
 
 
 def _find_no_use(
@@ -432,9 +435,7 @@ def _find_no_use(
 ) -> str | None:
     """Tell why a chat teaches nothing, without rendering it; None where it may teach something."""
     if settings.answers == "target":
-        if chat.text is not None:
-            return "rendered text, whose last question is not cut out"
-        return "no question" if to_prompt(chat) is None else None
+        return explain_unasked(chat)
     try:
         if chat.text is None:
             choose_turns(chat.messages, settings.turns)

@@ -59,9 +59,18 @@ def parse_record(
     source: str,
     domain: str,
     messages_field: str | None = None,
-    is_rendered: Callable[[str], bool] | None = None,
+    find_opening: Callable[[], str | None] | None = None,
 ) -> Conversation:
     """Turn one parsed row into a conversation.
+
+    Args:
+        record: the row.
+        source: where it stands, "file:line".
+        domain: of a row that names none.
+        messages_field: field of the chat, or None to look for the usual names.
+        find_opening: gives what opens an answer in the target's chat template, asked once there
+            is text; `text` that holds it is a rendered chat. Where it gives None there is no such
+            marker; None itself: rendered text is of no use here.
 
     Raises:
         ValueError: whose text is the reason why the row is no chat.
@@ -79,10 +88,13 @@ def parse_record(
     }
     turns = _find_turns(record, messages_field)
     if turns is None:
-        text = record.get("text")
-        if is_rendered is not None and isinstance(text, str) and is_rendered(text):
-            return Conversation(messages=(), text=text, **head)
-        raise ValueError(_explain_no_chat(record, messages_field))
+        text, opening = record.get("text"), None
+        if find_opening is not None and isinstance(text, str):
+            opening = find_opening()
+            if opening is not None and opening in text:
+                return Conversation(messages=(), text=text, **head)
+        reads_text = find_opening is not None
+        raise ValueError(_explain_no_chat(record, messages_field, opening, reads_text=reads_text))
     messages = [_parse_turn(turn, index) for index, turn in enumerate(turns)]
     return Conversation(messages=_add_system(record.get("system"), messages), **head)
 
@@ -110,16 +122,33 @@ def _as_turns(value: object, role: str, name: str) -> list[Any]:
     raise ValueError(f"{name} is {_kind(value)}, expected text or a list of turns")
 
 
-def _explain_no_chat(record: Mapping[str, Any], field: str | None) -> str:
+def _explain_no_chat(
+    record: Mapping[str, Any], field: str | None, opening: str | None, *, reads_text: bool
+) -> str:
     seen = ", ".join(str(key) for key in record) or "none"
     if field:
         return f"no chat field {field} (fields: {seen})"
-    if isinstance(record.get("text"), str):
+    start = f"no chat field (fields: {seen}); "
+    if not reads_text:
+        if "text" in record:
+            return (
+                f"{start}rendered text cannot be asked, as its last question is not cut out; give "
+                "messages or prompt"
+            )
+        return f"{start}expected messages, conversations or prompt"
+    if "text" not in record:
+        return f"{start}expected messages, conversations, prompt or text"
+    if not isinstance(record["text"], str):
+        return f"{start}text is {_kind(record['text'])}, expected a string"
+    if opening is None:
         return (
-            f"no chat field (fields: {seen}); text is read only where it holds the answer marker "
-            "of the target's chat template"
+            f"{start}text cannot be read, as the target's chat template opens answers by no "
+            "special token; give messages or prompt"
         )
-    return f"no chat field (fields: {seen}); expected messages, conversations, prompt or text"
+    return (
+        f"{start}text is read only where it holds the answer marker of the target's chat "
+        f"template, {opening!r}"
+    )
 
 
 def _parse_turn(turn: object, index: int) -> Message:

@@ -17,6 +17,7 @@ import torch
 from draftlab.data.answers import AnswerFeatures, AnswerRecord, ShardStore
 from draftlab.data.conversations import Conversation, to_prompt
 from draftlab.data.template import RowProblem
+from draftlab.data.unasked import count_unasked
 from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.plain import TransformersDecoding
 from draftlab.decoding.records import Generation
@@ -89,6 +90,7 @@ def list_questions(
     """Render prompts and list every answer to be written.
 
     Answers that a conversation already has at its end are dropped: the target gives its own.
+    Conversations that cannot be asked are left out: `describe_unasked` names them.
 
     Args:
         target: whose template and tokenizer.
@@ -135,9 +137,11 @@ def list_questions(
             f"{len(conversations)} prompts; change them, or leave them out:\n{listed}{rest}"
         )
     if not questions:
+        unasked = [f"{reason} ({n})" for reason, n in count_unasked(conversations).items()]
         raise DataError(
             f"none of {len(conversations)} conversations has a question that fits "
             f"data.max_tokens={max_tokens}; there is nothing to answer"
+            + (f"; left out before: {', '.join(unasked)}" if unasked else "")
         )
     # the second answers come after all first ones: a run cut short still saw every prompt
     questions.sort(key=lambda question: question.sample_index)

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 
 from draftlab.data.feature_bytes import FeatureDtype
 from draftlab.decoding.verify import RuleName
+from draftlab.errors import ConfigError
 from draftlab.sampling import Sampling
 from draftlab.settings.base import Settings, read_mapping
 
@@ -157,6 +158,7 @@ class DecodeSettings(Settings):
                 f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens="
                 f"{self.max_new_tokens}; expected at most that"
             )
+        _require_law(self)
         return self
 
     @property
@@ -212,9 +214,18 @@ class RegenerateSettings(Settings):
                 "regenerate.capture_features=false; pass regenerate.features_dtype=target, or "
                 "capture features"
             )
+        _require_law(self)
         return self
 
     @property
     def sampling(self) -> Sampling:
         """The law answers are drawn from."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def _require_law(settings: DecodeSettings | RegenerateSettings) -> None:
+    """Let the law's own refusal be told with the group it stands in."""
+    try:
+        settings.sampling  # noqa: B018 - refuses what is no law
+    except ConfigError as error:
+        raise ValueError(str(error)) from None

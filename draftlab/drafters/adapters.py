@@ -103,19 +103,43 @@ def adapt(drafter: Drafter, settings: AdapterSettings, base: BaseDrafter, *, see
         seed: of A; the global generator is left as it was.
 
     Raises:
-        ConfigError: the drafter has no such layer.
+        ConfigError: the drafter has no such layer, or none so large.
     """
     assert settings.rank is not None, "settings ask for it"
     assert settings.alpha is not None, "settings ask for it"
+    check_adapter(drafter, settings.rank)
     names = _layers_to_adapt(drafter)
-    if not names:
+    _attach(drafter, names, settings.rank, settings.alpha, base)
+    for name in names:
+        _start(drafter.get_submodule(name), seed, name)
+
+
+def check_adapter(drafter: Drafter, rank: int) -> None:
+    """Refuse adapters that find no layer, or could learn no more than smaller ones.
+
+    A correction B A has no more independent directions than its matrix's smaller side, so a rank
+    above that of the largest matrix costs time and memory and changes nothing.
+
+    Args:
+        drafter: not adapted yet; reads sizes alone, so the meta device will do.
+        rank: of a correction.
+
+    Raises:
+        ConfigError: with what to pass.
+    """
+    layers: list[Any] = [drafter.get_submodule(name) for name in _layers_to_adapt(drafter)]
+    if not layers:
         raise ConfigError(
             f"adapter=lora finds nothing to adapt: drafter kind {drafter.kind!r} has no linear "
             "layer that it trains (embeddings and LM heads are left alone); pass adapter=none"
         )
-    _attach(drafter, names, settings.rank, settings.alpha, base)
-    for name in names:
-        _start(drafter.get_submodule(name), seed, name)
+    most = max(min(layer.in_features, layer.out_features) for layer in layers)
+    if rank > most:
+        raise ConfigError(
+            f"adapter.rank={rank} is above the smaller side of every matrix that it would adapt in "
+            f"this {drafter.kind} drafter; pass at most adapter.rank={most}, the largest that can "
+            "add anything, or far fewer: 8 to 64 are usual"
+        )
 
 
 def adapter_tensors(drafter: Drafter) -> dict[str, Tensor]:

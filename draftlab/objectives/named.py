@@ -77,8 +77,9 @@ def _part(piece: str, whole: str) -> tuple[float, str]:
     weight, star, name = piece.rpartition("*")
     name = name.strip()
     if name not in OBJECTIVES:
+        part = "" if piece == whole else f"{name!r} is no objective; "
         raise ConfigError(
-            f"objective={whole!r}: expected one of {', '.join(OBJECTIVES)}, or a sum such as "
+            f"objective={whole!r}: {part}expected one of {', '.join(OBJECTIVES)}, or a sum such as "
             "0.1*cross_entropy+0.9*tv"
         )
     try:

@@ -54,8 +54,13 @@ class Sampling:
         for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not 0.0 < value <= 1.0:
                 raise ConfigError(f"{name}={value}: expected a number in (0, 1], or null")
-        if self.is_greedy and (self.top_k, self.top_p, self.min_p) != (None, None, None):
-            raise ConfigError("top_k, top_p and min_p cannot take effect at temperature 0")
+        cuts = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        told = ", ".join(f"{name}={value}" for name, value in cuts.items() if value is not None)
+        if self.is_greedy and told:
+            raise ConfigError(
+                f"{told} cannot take effect at temperature 0, which is greedy; pass a temperature "
+                "above 0, or null"
+            )
         if not 0 < self.repetition_penalty < math.inf:
             raise ConfigError(
                 f"repetition_penalty={self.repetition_penalty}: expected a number above 0; 1 is off"

@@ -2,17 +2,18 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab.errors import ConfigError
 
 S = TypeVar("S", bound="Settings")
 
 _KEY_WITHOUT_SPACE = re.compile(r"([{,]\s*\w+):(?=\S)")
+_ITEM = re.compile(r"\.(\d+)(?=\.|$)")
 _LIST = "expected a list, such as [a,b]"
 _EXPECTED = {
     "list_type": _LIST,
@@ -32,6 +33,15 @@ class Settings(BaseModel):
     """Frozen settings that refuse unknown keys. Defaults live in conf/*.yaml, not here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _find_group(cls, data: Any, handler: Callable[[Any], Any]) -> Any:
+        """Let pydantic note the group of a value that a field's own check refused."""
+        try:
+            return handler(data)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
 
 
 def parse_settings(cls: type[S], data: Mapping[str, Any], where: str = "") -> S:
@@ -81,6 +91,7 @@ def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
         return f"{key.removesuffix(f'.{path[-2]}.[key]')} has the key {path[-2]!r}: {message}"
     if item["type"] == "value_error" and isinstance(item["input"], Mapping):
         return _name_group(key, message, _fields_at(cls, path))
+    key = _ITEM.sub(r"[\1]", key)
     return f"{key}={item['input']!r}: {message.replace('Input should be', 'expected')}"
 
 

@@ -309,10 +309,24 @@ def _lookup(key: str, data: Mapping[str, Any]) -> Any:
                 raise ConfigError(f"unknown key {key}; {prefix} has no keys below it")
             known = sorted(map(str, here))
             near = difflib.get_close_matches(part, known, n=3)
-            names = ", ".join(f"{prefix}.{name}".lstrip(".") for name in near or known)
+            near = [f"{prefix}.{name}".lstrip(".") for name in near]
+            if part == parts[-1]:  # the same key of another group is what was meant
+                near = _keys_named(part, data)[:3] or near
+            names = ", ".join(near or (f"{prefix}.{name}".lstrip(".") for name in known))
             raise ConfigError(f"unknown key {key}; {'nearest' if near else 'known'}: {names}")
         here = here[part]
     return here
+
+
+def _keys_named(name: str, data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """List the dotted keys whose last part is `name`."""
+    found: list[str] = []
+    for key, value in data.items():
+        if key == name and prefix:
+            found.append(f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            found += _keys_named(name, value, f"{prefix}{key}.")
+    return found
 
 
 def _put_back(node: Any, tokens: Mapping[str, Any]) -> Any:

@@ -129,6 +129,7 @@ def test_a_base_that_is_gone_or_another_is_told_and_a_copy_inside_will_do(
         ([*LORA, "init={base}", "optim=muon"], "pass optim=adamw"),
         (["adapter.rank=8", "init={base}"], "with kind=none; expected both with adapter=lora"),
         (["adapter=lora", "adapter.rank=0", "init={base}"], "adapter.rank='0'"),
+        ([*LORA, "adapter.rank=100000", "init={base}"], "adapter.rank=100000 is above the smaller"),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "train"])

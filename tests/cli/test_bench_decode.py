@@ -103,7 +103,7 @@ def test_a_python_without_vllm_is_one_line_and_named_ones_are_checked(tmp_path, 
     ("word", "message"),
     [
         ("bench.prompts=0", "bench.prompts='0': expected a number of at least 1"),
-        ("bench.prompt=3", "unknown option 'prompt=3'"),
+        ("bench.prompt=3", "unknown option 'bench.prompt=3'; known options: bench.prompts="),
         ("eval.repeats=2", "eval.repeats=2 has no effect on bench decode"),
         ("decode=sampled", "bench decode compares greedy decoding"),
     ],

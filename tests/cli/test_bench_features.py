@@ -11,6 +11,7 @@ from draftlab.cli.bench_features import (
     WITHIN,
     Arm,
     _judge,
+    _read_dtypes,
     _table,
     lay_out_again,
 )
@@ -24,8 +25,8 @@ WIDTH = 64
 BAR = Estimate(2.0, 1.9, 2.1, 40, "bca")
 
 
-def arm(dtype, tau, is_within):
-    return Arm(dtype, "RUN", 100, 5, tau, None if is_within is None else BAR, is_within)
+def arm(dtype, tau, is_within, accepted=40):
+    return Arm(dtype, "RUN", 100, 5, tau, accepted, None if is_within is None else BAR, is_within)
 
 
 @pytest.fixture
@@ -87,12 +88,30 @@ def test_the_exit_code_says_whether_tau_kept_within_the_first_ones_interval():
     assert "OUTSIDE bf16's" in "\n".join(_table([first, far]))
 
 
+def test_taus_of_arms_whose_drafts_were_all_refused_decide_nothing():
+    one = Estimate(1.0, 1.0, 1.0, 40, "constant")
+    arms = [arm(dtype, one, None, accepted=0) for dtype in ("bf16", "fp8")]
+    arms[1] = replace(arms[1], ratio=one)
+    assert _judge(arms) == UNDECIDED
+    text = "\n".join(_table(arms))
+    assert "UNDECIDED: no draft token was accepted" in text
+    assert "within" not in text
+
+
+@pytest.mark.parametrize("text", ["bf16,fp8", "[bf16,fp8]", "[bf16, fp8]"])
+def test_dtypes_are_read_with_and_without_brackets(text):
+    assert _read_dtypes(text) == ["bf16", "fp8"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["bench.dtypes=fp8"], "expected two or more of target, bf16, fp8"),
-        (["bench.dtypes=fp8,int4"], "expected two or more of target, bf16, fp8"),
-        (["bench.dtype=fp8"], "unknown option 'dtype=fp8'"),
+        (["bench.dtypes=[fp8,int4]"], "bench.dtypes=[fp8,int4]: there is no 'int4'; expected two"),
+        (["bench.dtypes=bf16,bf16"], "bf16 stands there twice"),
+        (["bench.dtype=fp8"], "unknown option 'bench.dtype=fp8'; known options: bench.dtypes="),
+        (["bench.out=/none/such/x.json"], "is to lie in /none/such, which is no folder here"),
+        (["drafter=ngram"], "drafter=ngram has no weights"),
         (["regenerate.features_dtype=bf16"], "is what it compares"),
         (["regenerate.capture_features=false"], "keeps no features"),
         (["hardware.num_processes=2"], "runs in one process"),

@@ -56,7 +56,7 @@ def test_the_table_has_a_row_a_family_and_says_how_it_was_measured(capsys, tmp_p
     ("word", "message"),
     [
         ("bench.steps=0", "bench.steps='0': expected a number of at least 1"),
-        ("bench.step=3", "unknown option 'step=3'"),
+        ("bench.step=3", "unknown option 'bench.step=3'; known options: bench.steps="),
         ("bench.answer_tokens=48", "expected fewer than bench.sample_tokens=48"),
         ("data.max_samples=3", "data.max_samples=3 has no effect on bench train"),
         ("regenerate.max_new_tokens=3", "regenerate.max_new_tokens=3 has no effect"),

@@ -34,6 +34,7 @@ def test_own_files_are_counted(tmp_path, capsys):
         (["data=jsonl", "data.paths=nowhere/x.jsonl"], "nowhere/x.jsonl does not exist"),
         (["optim.lr=fast"], "optim.lr='fast'"),
         (["drafter=nowhere"], "unknown choice drafter=nowhere"),
+        (["hardware.threads=9999"], "hardware.threads=9999 is more than the cores"),
         (["-m", "seed=1"], "sweeps"),
         (["RUN"], "unexpected 'RUN'"),
     ],
@@ -137,13 +138,35 @@ def test_devices_and_keys_that_are_missing_here_are_named(capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
     assert main(["check", *LLAMA]) == 0
     said = capsys.readouterr().out
-    assert "hardware=single_gpu needs 1 CUDA devices and torch sees 0 here" in said
+    assert "this run needs 1 CUDA devices, one a process" in said
+    assert "torch sees 0 here" in said
     assert "is gated: accept the Llama 3.1 Community License at https://huggingface.co/" in said
     assert "unknown number of chats to train on; data.max_samples=N bounds it" in said
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("HF_TOKEN", "key")
     assert main(["check", *LLAMA]) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["hardware=fsdp"], "threads (ddp, shard=drafter)"),
+        (["hardware=ddp"], "threads (ddp)"),
+        ([], "threads (cpu)"),
+    ],
+)
+def test_what_is_cut_over_the_processes_is_told(words, told, capsys):
+    assert main(["check", *words]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_where_hours_cannot_be_told_the_probe_is_named(capsys):
+    hint = "probe=true measures them here"
+    assert main(["check"]) == 0
+    assert hint in capsys.readouterr().out
+    assert main(["check", *LLAMA, "data.max_samples=1000"]) == 0
+    assert hint not in capsys.readouterr().out
 
 
 def test_a_target_that_the_gate_will_refuse_is_told(tmp_path, capsys):

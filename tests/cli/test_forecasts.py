@@ -175,6 +175,17 @@ def test_hours_are_what_the_shares_of_the_peak_give():
     assert half.answers == found.answers
 
 
+def test_minutes_cut_the_tokens_as_they_cut_the_hours():
+    settings, estimate, _ = forecasts(*LLAMA)
+    whole = forecast_time(settings, estimate, find_accelerator("h100"))
+    for share in (0.25, 2.0):
+        minutes = f"train.max_minutes={whole.training * 60 * share}"
+        found = forecast_time(settings_of(*LLAMA, minutes), estimate, find_accelerator("h100"))
+        cut = min(1.0, share)
+        assert found.training == pytest.approx(cut * whole.training)
+        assert found.training_tokens == pytest.approx(cut * whole.training_tokens)
+
+
 def test_minutes_bound_the_hours():
     settings, estimate, _ = forecasts(*LLAMA, "train.max_minutes=30")
     assert forecast_time(settings, estimate, find_accelerator("h100")).training == 0.5

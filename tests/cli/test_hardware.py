@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 
 from draftlab.cli.hardware import (
@@ -6,6 +8,7 @@ from draftlab.cli.hardware import (
     launcher_command,
     launcher_environment,
     place_drafters,
+    require_threads,
 )
 from draftlab.errors import ConfigError
 from draftlab.settings.base import parse_settings
@@ -38,6 +41,36 @@ def test_threads_left_open_follow_the_environment(monkeypatch):
     assert cpu(10**6).resolved().threads == 1
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_more_threads_than_a_process_has_cores_are_refused(monkeypatch, processes):
+    monkeypatch.setattr("draftlab.cli.hardware.num_cores", lambda: 4)
+    for threads in (None, 1, 4):
+        require_threads(cpu(processes, threads=threads))
+    with pytest.raises(ConfigError, match=r"threads=5 is more .* 4, .* at most hardware.threads=4"):
+        require_threads(cpu(processes, threads=5))
+
+
+@pytest.mark.parametrize(("devices", "is_here"), [(7, False), (8, True)])
+def test_threads_for_a_machine_with_other_devices_are_not_judged_here(
+    monkeypatch, devices, is_here
+):
+    monkeypatch.setattr("draftlab.cli.hardware.num_cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    hardware = hardware_of("ddp", 8, threads=12)
+    with pytest.raises(ConfigError, match="threads=12") if is_here else nullcontext():
+        require_threads(hardware)
+
+
+def test_a_run_of_a_larger_machine_is_warned_of_its_threads_and_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr("draftlab.cli.hardware.num_cores", lambda: 2)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    apply_hardware(cpu(1, threads=2))
+    assert not caplog.records
+    apply_hardware(cpu(1, threads=3))
+    assert "hardware.threads=3 is more than the cores" in caplog.text
+
+
 def test_one_device_cannot_run_two_processes():
     with pytest.raises(ConfigError, match="single_gpu runs one process, not 2"):
         hardware_of("single_gpu", 2)
@@ -46,8 +79,16 @@ def test_one_device_cannot_run_two_processes():
 def test_asking_for_devices_that_are_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     hardware = hardware_of("ddp", 2)
-    with pytest.raises(ConfigError, match=r"needs as many CUDA devices.* sees 1"):
+    with pytest.raises(
+        ConfigError, match=r"many CUDA devices.* sees 1; use hardware=cpu hardware.num_processes=2,"
+    ):
         apply_hardware(hardware)
+
+
+def test_one_process_without_a_device_is_sent_to_the_processor(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"sees 0; use hardware=cpu, or see"):
+        apply_hardware(hardware_of("single_gpu", 1))
 
 
 def test_the_launcher_starts_the_module_in_every_process():

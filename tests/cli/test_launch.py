@@ -141,6 +141,9 @@ def test_what_is_not_there_is_refused_before_a_folder_is_made(outputs, tmp_path)
         (["data=jsonl", f"data.paths={tmp_path}/no.jsonl"], r"no\.jsonl does not exist"),
         ([f"init={tmp_path}/no/drafter"], "no drafter"),
         ([f"init={tmp_path}"], r"expected drafter\.json"),
+        (["init=ngram"], "ngram is a kind of drafter and has no trained weights to start from"),
+        (["drafter=hybrid"], r"train that first.*drafter\.head=RUN"),
+        (["resume=maybe"], r"resume=maybe: expected auto, never or a run's folder; no run maybe"),
     ):
         with pytest.raises(DraftlabError, match=message):
             prepare_run(words(outputs, *more))

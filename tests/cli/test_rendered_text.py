@@ -47,6 +47,24 @@ def test_training_learns_rendered_text(data, tmp_path):
     assert read_metrics(run.metrics_path)
 
 
+def test_a_check_leaves_out_what_the_target_cannot_be_asked(data, capsys):
+    assert main(["check", *data, "data.answers=target"]) == 0
+    said = capsys.readouterr().out
+    assert "jsonl, 1 chats to train on" in said
+    assert (
+        "warning: chats left out: 1 (rendered text, whose last question is not cut out); give "
+        "rendered text as `messages` or `prompt`" in said
+    )
+
+
+def test_a_run_names_what_the_target_cannot_be_asked(data, tmp_path, caplog):
+    caplog.set_level("INFO", logger="draftlab")
+    words = ["target=tiny", *data, "regenerate.max_new_tokens=4", f"paths.outputs={tmp_path}"]
+    assert main(["regenerate", *words]) == 0
+    assert "dropped 1: rendered text, whose last question is not cut out" in caplog.text
+    assert "own.jsonl:2 (own.jsonl:2)" in caplog.text
+
+
 def test_the_tokenizer_is_not_asked_for_where_no_row_is_text(data, tmp_path, monkeypatch):
     def find(target):
         raise AssertionError("a tokenizer was loaded")

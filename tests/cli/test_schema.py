@@ -50,6 +50,22 @@ def test_a_typo_in_a_recipe_is_named_with_its_cure(tmp_path):
     assert "optim.lr='fast'" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["regenerate.top_p=2", "regenerate.temperature=1"], r"regenerate\.top_p=2\.0: expected"),
+        (["regenerate.top_k=3"], r"regenerate\.top_k=3 cannot take effect.*above 0, or null"),
+        (["decode.temperature=-1"], r"decode\.temperature=-1\.0: expected"),
+        (["drafter=eagle3", "drafter.objective=tvv"], r"drafter\.objective='tvv': expected"),
+        (["eval.draft_lengths=[0]"], r"eval\.draft_lengths\[0\]='0': expected greater than 0"),
+        (["max_steps=3"], r"unknown key max_steps; nearest: train\.max_steps$"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_group(words, message):
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        settings(*words)
+
+
 def test_a_key_left_open_is_asked_for():
     with pytest.raises(ConfigError, match=r"pass target\.name=VALUE"):
         settings("target=local")

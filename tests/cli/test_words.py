@@ -27,3 +27,9 @@ def test_dashed_options_are_refused():
 def test_an_unknown_option_names_the_known_ones():
     with pytest.raises(ConfigError, match="unknown option 'b=2'; known options: a="):
         read_options(["a=1", "b=2"], {"a": "0"})
+
+
+def test_options_of_a_group_are_named_as_they_are_typed():
+    assert read_options(["bench.a=1"], {"a": "0"}, group="bench.") == {"a": "1"}
+    with pytest.raises(ConfigError, match=r"option 'bench\.b=2'; known options: bench\.a="):
+        read_options(["bench.b=2"], {"a": "0"}, group="bench.")

@@ -284,3 +284,8 @@ def test_no_token_to_learn(refuse, tmp_path):
 def test_an_open_key_of_a_recipe_is_asked_for(refuse, no_target):
     said = refuse("train", "recipe=company/finetune")
     assert "pass init=VALUE data.paths=VALUE" in said
+
+
+def test_answers_that_are_given_are_not_written(capsys):
+    assert main(["regenerate", "data.answers=given"]) == 2
+    assert "there is nothing to write; drop it" in capsys.readouterr().err

@@ -136,8 +136,14 @@ def test_rendered_text_is_read_before_the_target_as_it_is_for_training(texts, ch
     ("line", "keys", "said"),
     [
         ("no chat", {}, r"own\.jsonl:1: no chat field \(fields: text\); text is read only where"),
-        (HI + "<|im_start|>assistant\n", {}, r"empty answer \(1\)"),
+        (
+            "no chat",
+            {},
+            r"answer marker of the target's chat template, '<\|im_start\|>assistant\\n'",
+        ),
+        (HI + "<|im_start|>assistant\n", {}, r"empty answer \(1\)(.|\n)*or give the rows as `mess"),
         (HI + HO, {"answers": "target"}, r"rendered text, whose last question is not cut out \(1"),
+        (HI + HO, {"answers": "target"}, r"\ngive rendered text as `messages` or `prompt`$"),
     ],
 )
 def test_rendered_text_that_teaches_nothing_is_refused_early(
@@ -158,6 +164,14 @@ def test_rendered_text_is_refused_early_in_the_words_of_training(line, texts, ch
             read(texts(line))
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+def test_advice_to_let_the_target_answer_leaves_rendered_text_out(texts, chatml, tmp_path):
+    settings = texts(HI + "<|im_start|>assistant\n")
+    with (tmp_path / "own.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(ASKED))
+    with pytest.raises(DataError, match=r"answers=target(.|\n)*it cannot answer rendered text"):
+        read_training_chats(settings, tmp_path, lambda: chatml)
 
 
 def test_a_template_that_marks_no_answers_is_refused_for_text_early(texts, chatml, tmp_path):

@@ -66,10 +66,30 @@ def test_what_is_no_chat_says_why(record, reason):
 
 
 def test_text_is_read_only_where_it_is_a_rendered_chat():
-    record = {"text": "<mark>x"}
-    with pytest.raises(ValueError, match="answer marker"):
-        parse_record(record, source="f:1", domain="own")
-    chat = parse_record(
-        record, source="f:1", domain="own", is_rendered=lambda text: "<mark>" in text
-    )
-    assert (chat.text, chat.messages) == ("<mark>x", ())
+    record = {"text": "<mark>\nx"}
+    chat = parse_record(record, source="f:1", domain="own", find_opening=lambda: "<mark>\n")
+    assert (chat.text, chat.messages) == ("<mark>\nx", ())
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "reason"),
+    [
+        ("<other>x", "<mark>\n", r"the answer marker of the target's chat template, '<mark>\\n'$"),
+        ("<mark>x", None, "opens answers by no special token; give messages or prompt$"),
+        (5, "<mark>", "text is a number, expected a string$"),
+        (None, "<mark>", "text is null, expected a string$"),
+        (["a"], "<mark>", "text is a list, expected a string$"),
+    ],
+)
+def test_text_that_is_no_rendered_chat_says_what_was_looked_for(text, opening, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_record({"text": text}, source="f:1", domain="own", find_opening=lambda: opening)
+
+
+def test_text_is_refused_where_only_prompts_are_of_use():
+    with pytest.raises(ValueError, match=r"text cannot be asked.*; give messages or prompt$"):
+        parse(text="<mark>x")
+    with pytest.raises(
+        ValueError, match=r"\(fields: q\); expected messages, conversations or prompt$"
+    ):
+        parse(q="x")

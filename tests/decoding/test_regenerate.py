@@ -225,6 +225,12 @@ def test_no_question_at_all_is_refused(target):
         ask(target, settings(), [CHATS[0]], max_tokens=10)
 
 
+def test_conversations_that_cannot_be_asked_are_no_matter_of_room(target):
+    chats = [Conversation("t", "chat", (), text="rendered")]
+    with pytest.raises(DataError, match=r"left out before: rendered text, .* not cut out \(1\)$"):
+        ask(target, settings(), chats)
+
+
 def test_each_answer_has_the_room_its_own_prompt_leaves(target, tmp_path):
     long = chat("long", "x" * 60)
     chosen = settings(max_new_tokens=60, prompts_per_shard=2)

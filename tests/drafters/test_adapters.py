@@ -6,8 +6,16 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from draftlab.drafters.adapters import AdapterSettings, BaseDrafter, adapt, merge, merged
+from draftlab.drafters.adapters import (
+    AdapterSettings,
+    BaseDrafter,
+    adapt,
+    check_adapter,
+    merge,
+    merged,
+)
 from draftlab.drafters.base import drafter_class
 from draftlab.drafters.store import (
     build_drafter,
@@ -177,3 +185,15 @@ def test_a_whole_drafter_is_no_adapter(target, tmp_path):
 def test_settings_that_cannot_take_effect_are_refused(keys):
     with pytest.raises(ConfigError, match="expected both with adapter=lora"):
         parse_settings(AdapterSettings, keys)
+
+
+def test_a_rank_above_every_matrix_is_refused_and_the_largest_one_is_named(target):
+    drafter = build("eagle3", target)
+    layers = [m for n, m in drafter.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    most = max(min(layer.weight.shape) for layer in layers)
+    check_adapter(drafter, most)
+    with pytest.raises(ConfigError, match=f"rank={most + 1} .* at most adapter.rank={most}, the"):
+        check_adapter(drafter, most + 1)
+    with pytest.raises(ConfigError, match="rank=100000 is above the smaller side"):
+        adapt(drafter, LORA.model_copy(update={"rank": 100_000}), BaseDrafter(None, ""), seed=3)
+    assert drafter.adapter is None

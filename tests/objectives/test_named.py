@@ -65,6 +65,11 @@ def test_a_weight_that_is_no_positive_number_is_refused(weight):
         objective(f"{weight}*tv+cross_entropy")
 
 
+def test_the_part_of_a_sum_that_is_no_objective_is_named():
+    with pytest.raises(ConfigError, match=r"'cross_entropy\+tvv': 'tvv' is no objective; expected"):
+        objective("cross_entropy+tvv")
+
+
 def test_a_part_named_twice_is_refused():
     with pytest.raises(ConfigError, match="named twice"):
         objective("tv+0.5*tv")

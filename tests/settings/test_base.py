@@ -1,5 +1,5 @@
 import pytest
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from draftlab.errors import ConfigError
 from draftlab.settings.base import Settings, parse_settings, read_mapping
@@ -104,6 +104,35 @@ def test_what_was_expected_is_told_in_words(key, value, message):
     with pytest.raises(ConfigError) as caught:
         parse_settings(Outer, {**GOOD, key: value})
     assert str(caught.value) == message
+
+
+def test_an_item_of_a_list_is_named_by_its_place():
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Outer, {**GOOD, "names": ["a", 3]})
+    assert str(caught.value) == "names[1]=3: expected text"
+
+
+class Refused(Settings):
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _check(cls, name: str) -> str:
+        raise ConfigError(f"name={name!r}: expected another")
+
+
+class RefusedHolder(Settings):
+    refused: Refused
+
+
+@pytest.mark.parametrize(
+    ("cls", "data", "where"),
+    [(Refused, {"name": "a"}, "refused"), (RefusedHolder, {"refused": {"name": "a"}}, "")],
+)
+def test_what_a_lower_room_refuses_is_told_with_its_group(cls, data, where):
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(cls, data, where=where)
+    assert str(caught.value) == "refused.name='a': expected another"
 
 
 @pytest.mark.parametrize("text", ["{12:5.0}", "{12: 5.0}", "{ 12:5.0 }"])

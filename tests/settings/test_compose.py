@@ -167,6 +167,12 @@ def test_a_key_like_no_other_names_the_known_ones_and_no_near_ones(conf):
     assert "nearest" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["max_ngram", "target.max_ngram"])
+def test_a_key_of_another_group_is_found_there(conf, key):
+    with pytest.raises(ConfigError, match=rf"unknown key {key}; nearest: drafter\.max_ngram$"):
+        compose("train", [f"{key}=3"], conf=conf)
+
+
 def test_a_key_below_a_plain_value_is_refused(conf):
     with pytest.raises(ConfigError, match=r"unknown key seed\.x; seed has no keys below it"):
         compose("train", ["seed.x=3"], conf=conf)
