@@ -6,9 +6,8 @@ import pytest
 import torch
 import yaml
 from eagle_kit import make_batch, random_tokens, samples
+from largest_tensor import LargestTensor
 from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from draftlab.drafters import _spans, _training_attention
@@ -271,21 +270,6 @@ def test_flex_is_chosen_where_its_kernels_can_be_built_and_serve(
 
 
 # ---------------------------------------------------------------- memory
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation gave back."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return out
 
 
 def long_batch(length):

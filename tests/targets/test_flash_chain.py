@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fast_families import FAST_FAMILIES, MIXED_WINDOWS
 
 from draftlab.cli.bench_gpu_target import StaticAnswers, settings_of
 from draftlab.decoding.decoder import Decoder
@@ -30,19 +31,6 @@ from draftlab.targets.step import Step
 from draftlab.targets.tiny import tiny_target
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-MIXED_WINDOWS = {
-    "use_sliding_window": True,
-    "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-CASES = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {}),
-    "qwen3 with a window in half its layers": ("qwen3", MIXED_WINDOWS),
-    "one key head": ("llama", {"num_key_value_heads": 1}),
-    "a key head for every query head": ("llama", {"num_key_value_heads": 4}),
-}
 
 MISTAKES = [
     "a slot short",
@@ -180,9 +168,9 @@ def doors_of(family, sizes, kernel):
 
 
 @pytest.mark.parametrize("gives_tuple", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FAST_FAMILIES)
 def test_the_fast_door_gives_the_same_numbers_through_the_kernel(case, gives_tuple):
-    target, plain, flash = doors_of(*CASES[case], StandIn(gives_tuple=gives_tuple))
+    target, plain, flash = doors_of(*FAST_FAMILIES[case], StandIn(gives_tuple=gives_tuple))
     through_kernel = tell(target, flash)
     for expected, found in zip(tell(target, plain), through_kernel, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from fast_families import FAST_FAMILIES
+from largest_tensor import LargestTensor
 
 from draftlab.targets import packed_attention
 from draftlab.targets.attention import attend, tile_mask
@@ -20,19 +20,6 @@ from draftlab.targets.tiny import tiny_target
 ROWS = ([9, 1, 7, 13], [31], [3, 3, 3, 3, 3], [])
 WIDTH = 33
 REQUEST = FeatureRequest((1, 4), wants_final=True)
-MIXED_WINDOWS = {
-    "use_sliding_window": True,
-    "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-FAST = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {}),
-    "qwen3 with a window in half its layers": ("qwen3", MIXED_WINDOWS),
-    "one key head": ("llama", {"num_key_value_heads": 1}),
-    "a key head for every query head": ("llama", {"num_key_value_heads": 4}),
-}
 HEADS, KV_HEADS, KEY_WIDTH, VALUE_WIDTH = 6, 2, 8, 5
 
 
@@ -243,10 +230,10 @@ def test_every_family_runs_packed_rows_as_by_one_mask(monkeypatch, target, toler
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64])
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize("case", FAST_FAMILIES)
 def test_the_fast_door_runs_packed_rows_as_by_one_mask(monkeypatch, case, columns):
     monkeypatch.setattr(packed_attention, "_CPU_COLUMNS", columns)
-    family, sizes = FAST[case]
+    family, sizes = FAST_FAMILIES[case]
     target = tiny_target(family, **sizes)
     with torch.inference_mode():
         door = FastDoor(target.model, target.config, target.report["windows"])
@@ -283,21 +270,6 @@ def test_some_layers_alone_run_packed_rows_as_by_one_mask(monkeypatch):
 
 
 # ---------------------------------------------------------------- memory
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation gave back."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return out
 
 
 def largest_of(family, step, is_fast):
