@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 from draftlab.cli.disk import explain_refusal
 from draftlab.cli.hardware import apply_hardware
@@ -102,18 +101,8 @@ def _logging_to(run: RunDir) -> Iterator[None]:
         handler.close()
 
 
-def _end_now(code: int) -> NoReturn:
-    """End the process without tearing down the interpreter.
-
-    Everything is written by now. The threads of torch's process group and of its autograd engine
-    may still be waiting for the interpreter's lock while it goes away, which aborts the process
-    ("terminate called without an active exception") after a run that went well.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end_now(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    from draftlab.training.processes import end_process
+
+    end_process(code)

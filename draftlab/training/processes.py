@@ -1,6 +1,10 @@
 """The processes that train together, as Accelerate knows them."""
 
+import logging
+import os
+import sys
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -58,6 +62,19 @@ def leave_group() -> None:
     """Leave the processes that trained together; nothing in a process that trained alone."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process without tearing down the interpreter.
+
+    Everything is written by now. The threads of torch's process group and of its autograd engine
+    may still be waiting for the interpreter's lock while it goes away, which aborts the process
+    ("terminate called without an active exception") after a run that went well.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _place(device: torch.device) -> tuple[str, int | None]:

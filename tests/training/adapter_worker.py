@@ -11,6 +11,7 @@ from toy_training import optim_settings, run_training, toy_drafter, train_settin
 
 from draftlab.drafters.adapters import AdapterSettings, BaseDrafter, adapt
 from draftlab.targets.tiny import tiny_target
+from draftlab.training.processes import end_process, leave_group
 
 ANSWERS = [2, 40, 7, 19, 25, 3, 11, 30]
 OPTIM = optim_settings(warmup_fraction=1 / 3, ema_decay=0.9, weight_decay=0.05)
@@ -58,7 +59,8 @@ def run_in_world(out: Path) -> None:
     for name, is_sharded in WORLD.items():
         _, _, numbers = train(out / name, processes, is_sharded=is_sharded)
         (out / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(numbers.lines))
-    torch.distributed.destroy_process_group()
+    leave_group()
+    end_process(0)
 
 
 def run_and_die(folder: Path, after_step: int) -> None:

@@ -17,7 +17,7 @@ from draftlab.targets.settings import TargetSettings
 from draftlab.targets.step import Step
 from draftlab.targets.target import Target
 from draftlab.targets.tiny import tiny_target
-from draftlab.training.processes import start_accelerator
+from draftlab.training.processes import end_process, leave_group, start_accelerator
 
 PROMPT = [7, 90, 41, 3, 250]
 TINY = {
@@ -122,7 +122,8 @@ def main(mode: str, out: Path) -> None:
         facts = look(target, tiny_target())
         (out / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
     train(out, target, resumed=mode == "resume")
-    torch.distributed.destroy_process_group()
+    leave_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from toy_training import make_rows, optim_settings, run_training, toy_drafter, t
 from draftlab.runs.metrics_log import MetricsLog
 from draftlab.targets.tiny import tiny_target
 from draftlab.training import checkpoints
+from draftlab.training.processes import end_process, leave_group
 
 RESUME_ANSWERS = [2, 40, 7, 19, 25, 3, 11, 30, 5]
 RESUME_OPTIM = optim_settings(
@@ -60,7 +61,8 @@ def run_in_world(out: Path, resumed: bool) -> None:
             resume_from=folder / "step-000003" if resumed else None,
         )
         (out / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(numbers.lines))
-    torch.distributed.destroy_process_group()
+    leave_group()
+    end_process(0)
 
 
 def die() -> None:
@@ -113,7 +115,8 @@ def run_rank(out: Path) -> None:
         weights = {key: value.detach().clone() for key, value in drafter.state_dict().items()}
         save_file(weights, out / f"{name}-{rank}.safetensors")
         (out / f"{name}-{rank}.json").write_text(json.dumps(numbers.lines))
-    torch.distributed.destroy_process_group()
+    leave_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def run_world(mode: str, out: Path, *, processes: int, worker: str = "training_w
         for rank in range(processes)
     ]
     try:
-        assert [rank.wait(timeout=_PATIENCE_S) for rank in ranks] == [0] * processes
+        codes = [rank.wait(timeout=_PATIENCE_S) for rank in ranks]
+        assert codes == [0] * processes, f"the ranks ended with {codes}"
     finally:
         for rank in ranks:
             rank.kill()
