@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words
 from draftlab.runs.run_dir import write_json
+from draftlab.settings.compose import compose
 
 HELP = """usage: draftlab audit drafter=DRAFTER [target=...] [audit.minutes=5] [key=value ...]
 
@@ -48,6 +49,7 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Audit, write audit.json, and say the verdict."""
     _, words = split_words(args, most=0)
+    compose("audit", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.keeping import find_home, own_run

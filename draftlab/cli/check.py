@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from draftlab.cli.disk import describe_bytes, free_bytes
 from draftlab.cli.words import read_options, split_words
 from draftlab.errors import ConfigError
+from draftlab.settings.compose import compose
 
 if TYPE_CHECKING:
     from draftlab.cli.accelerators import Accelerator
@@ -44,19 +45,20 @@ _GB = 1e9
 
 def run(args: list[str]) -> int:
     """Check a run and estimate it."""
+    _, words = split_words(args, most=0)
+    own = [word for word in words if word.startswith(("accelerator=", "probe="))]
+    words = [word for word in words if word not in own]
+    options = read_options(own, {"accelerator": "h100", "probe": "false"})
+    if options["probe"] not in ("true", "false"):
+        raise ConfigError(f"probe={options['probe']}: expected true or false")
+    compose("train", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.accelerators import find_accelerator
     from draftlab.cli.estimate import require_training
     from draftlab.cli.launch import compose_run, require_inputs
     from draftlab.cli.run_warnings import list_warnings
     from draftlab.data.conversations import describe_bad_lines
 
-    _, words = split_words(args, most=0)
-    own = [word for word in words if word.startswith(("accelerator=", "probe="))]
-    words = [word for word in words if word not in own]
-    options = read_options(own, {"accelerator": "h100", "probe": "false"})
     accelerator = find_accelerator(options["accelerator"])
-    if options["probe"] not in ("true", "false"):
-        raise ConfigError(f"probe={options['probe']}: expected true or false")
     settings, composed = compose_run(words)
     estimate = require_inputs(settings, asks_hub=True)
     chosen = ", ".join(f"{group}={name}" for group, name in composed.choices.items() if name)

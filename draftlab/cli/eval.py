@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words
 from draftlab.errors import LosslessViolation
+from draftlab.settings.compose import compose
 
 if TYPE_CHECKING:
     from draftlab.drafters.base import Drafter
@@ -40,6 +41,7 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Measure, write the report, and say the verdict."""
     _, words = split_words(args, most=0)
+    compose("eval", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters
     from draftlab.cli.keeping import find_home, free_suite, own_run

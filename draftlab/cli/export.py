@@ -8,7 +8,7 @@ from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words
 from draftlab.errors import ConfigError
 from draftlab.runs.run_dir import RunDir
-from draftlab.settings.compose import expand_home
+from draftlab.settings.compose import compose, expand_home
 
 HELP = """
 usage: draftlab export drafter=RUN_OR_FOLDER [export=vllm|hf] [out=FOLDER] [key=value ...]
@@ -36,6 +36,7 @@ def run(args: list[str]) -> int:
     _, words = split_words(args, most=0)
     outs = [word.partition("=")[2] for word in words if word.startswith("out=")]
     words = [word for word in words if not word.startswith("out=")]
+    compose("export", words)  # a misspelt word is told before torch is loaded
     result = _export(words, outs[-1] if outs else None)
     print(f"{result.folder}  ({result.architecture}, {result.num_bytes / 1e6:.1f} MB)")
     print(f"serve it: {result.serve_command}")

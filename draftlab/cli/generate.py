@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from draftlab.cli.words import split_words
 from draftlab.decoding.records import Generation
 from draftlab.errors import DataError
+from draftlab.settings.compose import compose
 
 HELP = """usage: draftlab generate prompt=TEXT [drafter=DRAFTER] [target=TARGET] [key=value ...]
        draftlab generate prompts=FILE ...
@@ -58,6 +59,7 @@ _MOST_NAMED = 8
 def run(args: Sequence[str]) -> int:
     """Answer one prompt or many."""
     _, words = split_words(args, most=0)
+    compose("generate", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.answer_stream import AnswerStream, open_screen
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters

@@ -1,11 +1,14 @@
 """What `draftlab generate` is asked: one text, or many from a file or from stdin."""
 
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftlab.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _CHATS = (".jsonl", ".json", ".parquet")
 _STDIN = "-"
@@ -81,10 +84,14 @@ def _read_lines(prompts: str) -> list[str]:
 
 def _read_chats(path: Path, cache_dir: Path) -> list[Question]:
     from draftlab.data.conversations import read_files, to_prompt
+    from draftlab.data.unasked import describe_unasked
 
     if not path.is_file():
         raise ConfigError(f"prompts={path} does not exist; expected a file of chats")
-    chats = map(to_prompt, read_files([path], cache_dir=cache_dir).conversations)
+    read = read_files([path], cache_dir=cache_dir).conversations
+    if unasked := describe_unasked(read):
+        log.warning("of the chats to answer:\n%s", unasked)
+    chats = map(to_prompt, read)
     return [
         Question(str(chat.messages[-1]["content"] or ""), chat.source, chat.messages, chat.tools)
         for chat in chats

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from draftlab.cli.words import split_words
 from draftlab.errors import ConfigError
+from draftlab.settings.compose import compose
 
 HELP = """usage: draftlab regenerate [recipe=FAMILY/NAME] [key=value ...]
 
@@ -23,6 +24,7 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Answer what is missing, and say where the answers are."""
     _, words = split_words(args, most=0)
+    compose("train", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.collect import collect_samples
     from draftlab.cli.hardware import apply_hardware
     from draftlab.cli.launch import compose_run, require_inputs

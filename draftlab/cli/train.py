@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 
 from draftlab.cli.words import split_words
+from draftlab.settings.compose import compose
 
 HELP = """usage: draftlab train [recipe=FAMILY/NAME] [key=value ...]
 
@@ -35,6 +36,7 @@ examples:
 def run(args: Sequence[str]) -> int:
     """Train, and say what to do with the result."""
     _, words = split_words(args, most=0)
+    compose("train", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.launch import launch_training
 
     done = launch_training(words)

@@ -147,12 +147,14 @@ def test_a_command_without_a_file_is_a_clear_error(monkeypatch, capsys):
     assert "`draftlab nowhere` is not part of this version" in capsys.readouterr().err
 
 
-def test_light_commands_do_not_load_torch():
+def test_light_commands_and_misspelt_words_do_not_load_torch():
     code = (
         "import sys, draftlab\n"
         "from draftlab.cli.main import main\n"
         "for words in (['--help'], ['recipes'], ['runs'], ['train', '--help']):\n"
-        "    main(words)\n"
+        "    assert main(words) == 0\n"
+        "for command in ('train', 'regenerate', 'check', 'eval', 'audit', 'generate', 'export'):\n"
+        "    assert main([command, 'no.such=1']) == 2\n"
         "heavy = {'torch', 'transformers', 'datasets', 'wandb', 'matplotlib'} & sys.modules.keys()\n"
         "sys.exit(str(heavy) if heavy else 0)\n"
     )

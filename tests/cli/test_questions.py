@@ -71,3 +71,12 @@ def test_bad_lines_of_chats_are_named(tmp_path):
     path.write_text('{"prompt": "Hi?"}\n[1]\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2"):
         read_questions(None, str(path), tmp_path)
+
+
+def test_chats_without_a_question_are_named(tmp_path, caplog):
+    path = tmp_path / "chats.jsonl"
+    chats = [[{"role": "system", "content": "Be kind."}], [{"role": "user", "content": "Hi?"}]]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    assert asked(read_questions(None, str(path), tmp_path)) == [("Hi?", ["user"])]
+    assert "dropped 1: no question" in caplog.text
+    assert "chats.jsonl:1" in caplog.text
