@@ -4,14 +4,14 @@ FlashAttention-2 (`flash_attn`) and -3 (`flash_attn_interface`, on Hopper) read 
 where they lie, up to a length of its own: no mask is made, nothing is gathered, and the host waits
 for nothing, so a CUDA graph can hold it. Neither is a requirement of draftlab, and nothing is
 looked for outside CUDA. Written from their documented interface; what is found is used only where
-it agrees with plain attention and with the reference at load. Read find_flash_chain, then
+it agrees with plain attention and with the reference at load. Read find_flash_chains, then
 FlashChain.over.
 """
 
 import importlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -126,8 +126,10 @@ class ChainPass:
         return out[0] if isinstance(out, tuple) else out
 
 
-def find_flash_chain(device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashChain | None:
-    """Look for an installed kernel that could serve.
+def find_flash_chains(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Iterator[FlashChain]:
+    """Look for installed kernels that could serve, best first.
 
     Args:
         device: of the target.
@@ -144,8 +146,7 @@ def find_flash_chain(device: torch.device, dtype: torch.dtype, head_dim: int) ->
             continue
         kernel = getattr(module, "flash_attn_with_kvcache", None)
         if kernel is not None:
-            return FlashChain(f"{package.distribution} {_version(module, package)}", kernel)
-    return None
+            yield FlashChain(f"{package.distribution} {_version(module, package)}", kernel)
 
 
 def packages_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Package, ...]:

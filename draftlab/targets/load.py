@@ -26,7 +26,7 @@ from draftlab.targets.demo import DEMO_NAME, DEMO_QUANTISATION, prepare_demo
 from draftlab.targets.encoder_decoder import FAMILIES as ENCODER_DECODERS
 from draftlab.targets.encoder_decoder import build_encoder_decoder
 from draftlab.targets.fast import FastDoor, refuse_fast_door
-from draftlab.targets.flash_chain import check_flash_chain, find_flash_chain
+from draftlab.targets.flash_chain import check_flash_chain, find_flash_chains
 from draftlab.targets.gguf import read_gguf
 from draftlab.targets.self_check import TOLERANCE, compare_doors
 from draftlab.targets.settings import TargetSettings
@@ -133,8 +133,7 @@ def _build_fast_door(target: Target, kv_shape: tuple[int, int]) -> tuple[FastDoo
     """Build and compare the fast pass, with a flash-attention kernel where one agrees."""
     with torch.inference_mode():
         door = FastDoor(target.model, target.config, target.report["windows"])
-    chain = find_flash_chain(target.device, target.dtype, kv_shape[1])
-    if chain is not None:
+    for chain in find_flash_chains(target.device, target.dtype, kv_shape[1]):
         door.chain = chain
         try:
             check_flash_chain(

@@ -23,7 +23,7 @@ from draftlab.targets.flash_chain import (
     FLASH_3,
     FlashChain,
     check_flash_chain,
-    find_flash_chain,
+    find_flash_chains,
     packages_for,
 )
 from draftlab.targets.load import choose_kernels
@@ -364,7 +364,7 @@ def test_a_kernel_that_gives_no_numbers_is_refused():
 
 def test_nothing_is_looked_for_on_the_processor(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
-    assert find_flash_chain(CPU, torch.bfloat16, 64) is None
+    assert not list(find_flash_chains(CPU, torch.bfloat16, 64))
 
 
 def test_the_processor_attends_through_torch():
@@ -400,7 +400,7 @@ def test_a_package_that_cannot_be_imported_is_no_kernel(monkeypatch, caplog, err
     monkeypatch.setattr(flash_chain, "packages_for", lambda *asked: (FLASH_3, FLASH_2))
     monkeypatch.setattr(importlib, "import_module", fail)
     with caplog.at_level(logging.WARNING):
-        assert find_flash_chain(CUDA, torch.bfloat16, 64) is None
+        assert not list(find_flash_chains(CUDA, torch.bfloat16, 64))
     # nobody is told of what is not there; a broken one is named
     assert ("flash_attn is installed, but" in caplog.text) == (error is not ModuleNotFoundError)
 
@@ -409,18 +409,28 @@ def test_a_package_of_that_name_without_the_function_is_no_kernel(install):
     """Such as what only FlashAttention-4 leaves of the name `flash_attn`."""
     install(StandIn())
     del sys.modules["flash_attn"].flash_attn_with_kvcache
-    assert find_flash_chain(CUDA, torch.bfloat16, 64) is None
+    assert not list(find_flash_chains(CUDA, torch.bfloat16, 64))
 
 
 def test_the_next_package_is_tried_where_the_first_is_absent(install, monkeypatch):
     kernel = install(StandIn())
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setattr(flash_chain, "packages_for", lambda *asked: (FLASH_3, FLASH_2))
-    assert find_flash_chain(CUDA, torch.bfloat16, 64) == FlashChain("flash-attn 2.8.3", kernel)
+    found = list(find_flash_chains(CUDA, torch.bfloat16, 64))
+    assert found == [FlashChain("flash-attn 2.8.3", kernel)]
+
+
+def test_the_next_package_is_taken_where_the_first_differs(install, monkeypatch, caplog):
+    target = tiny_target("mistral", num_hidden_layers=2)
+    install(StandIn("a wide window"), FLASH_3, version="3.0")
+    install(StandIn())
+    monkeypatch.setattr(flash_chain, "packages_for", lambda *asked: (FLASH_3, FLASH_2))
+    choose_kernels(target, "auto")
+    assert "flash-attn-3 3.0 is installed, but not used" in caplog.text
+    assert target.report["attention"] == "flash-attn 2.8.3"
 
 
 def test_a_package_without_a_version_says_so(install):
     install(StandIn(), FLASH_3, version=None)
-    found = find_flash_chain(CUDA, torch.bfloat16, 64)
-    assert found is not None
+    (found,) = find_flash_chains(CUDA, torch.bfloat16, 64)
     assert found.name == "flash-attn-3 (version unknown)"
