@@ -51,7 +51,14 @@ def run(args: list[str]) -> int:
     options = read_options(own, {"accelerator": "h100", "probe": "false"})
     if options["probe"] not in ("true", "false"):
         raise ConfigError(f"probe={options['probe']}: expected true or false")
-    compose("train", words)  # a misspelt word is told before torch is loaded
+    resume = compose("train", words).data[
+        "resume"
+    ]  # a misspelt word is told before torch is loaded
+    if resume not in ("auto", "never"):
+        raise ConfigError(
+            f"resume={resume}: a run goes on with its own settings, and check looks at those of a "
+            "new one; drop it, or pass resume=auto or resume=never"
+        )
     from draftlab.cli.accelerators import find_accelerator
     from draftlab.cli.estimate import require_training
     from draftlab.cli.launch import compose_run, require_inputs

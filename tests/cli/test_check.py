@@ -37,6 +37,7 @@ def test_own_files_are_counted(tmp_path, capsys):
         (["hardware.threads=9999"], "hardware.threads=9999 is more than the cores"),
         (["-m", "seed=1"], "sweeps"),
         (["RUN"], "unexpected 'RUN'"),
+        (["resume=outputs/adhoc/RUN"], "check looks at those of a new one"),
     ],
 )
 def test_what_cannot_work_is_code_2_and_one_message(words, message, capsys):
