@@ -85,6 +85,7 @@ def run(tmp_path, monkeypatch):
     return made
 
 
+@pytest.mark.demo
 def test_the_python_lines_answer(run, capsys):
     lines = blocks("python")[0]
     assert len([line for line in lines.splitlines() if line]) <= 6
