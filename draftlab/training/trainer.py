@@ -263,7 +263,8 @@ class Trainer:
             is_last = number == len(batches)
             with self._syncing(is_last):
                 total, loss = self._forward(batch_rows, noise)
-                self.accelerator.backward(total * scale)
+                # not by Accelerate, which divides by ACCELERATE_GRADIENT_ACCUMULATION_STEPS
+                (total * scale).backward()
             if self.drafter.averages_tokens and loss is not None:
                 assert loss.weight is not None, "a drafter that averages tokens weighs every loss"
                 weight += loss.weight.detach()

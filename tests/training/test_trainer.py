@@ -322,6 +322,15 @@ def test_measuring_the_time_of_a_step_changes_nothing(target, tmp_path):
     assert all(torch.equal(results[0][0][key], results[1][0][key]) for key in results[0][0])
 
 
+def test_the_environment_does_not_change_the_gradient(target, tmp_path, monkeypatch):
+    norms = []
+    for accumulation in ("1", "8"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", accumulation)
+        _, _, numbers = run_training(tmp_path / accumulation, answers=ANSWERS, target=target)
+        norms.append(numbers.column("train/grad_norm"))
+    assert norms[0] == norms[1]
+
+
 def test_a_folder_with_a_training_is_not_overwritten(target, tmp_path):
     run_training(tmp_path, answers=ANSWERS, target=target)
     with pytest.raises(CheckpointError, match="already holds a training"):
