@@ -89,7 +89,13 @@ def collect_samples(
     """
     cache = paths.cache / "data"
     if data.answers == "given":
-        prepared = prepare(data, target.tokenizer, cache, target.spec.vocab_size)
+        prepared = prepare(
+            data,
+            target.tokenizer,
+            cache,
+            target.spec.vocab_size,
+            max_positions=target.spec.max_positions,
+        )
         if is_first_rank:
             log.info("%s", prepared.report.describe())
         return Collected(

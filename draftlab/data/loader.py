@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 1  # raise it whenever equal inputs give other rows
 _MAX_EXAMPLES = 50
 _SHOWN_EXAMPLES = 5
+_READ = "that the target reads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class DataReport:
         num_learned: answer tokens of both, that is, tokens with loss.
         num_cut: samples cut at max_tokens.
         max_tokens: that limit.
+        is_targets_limit: data.max_tokens is higher, but the target reads no more.
         turns: each or last, as asked for.
         num_split_chats: chats whose answers have rows of their own, since the template rewrites
             history.
@@ -82,6 +84,7 @@ class DataReport:
     num_learned: int = 0
     num_cut: int = 0
     max_tokens: int = 0
+    is_targets_limit: bool = False
     turns: str = "each"
     num_split_chats: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -99,7 +102,8 @@ class DataReport:
             + (" (from the cache)" if self.from_cache else "")
         ]
         if self.num_cut:
-            lines.append(f"{self.num_cut} samples were cut at {self.max_tokens} tokens")
+            why = ", the most that the target reads" if self.is_targets_limit else ""
+            lines.append(f"{self.num_cut} samples were cut at {self.max_tokens} tokens{why}")
         if self.num_split_chats:
             lines.append(
                 f"{self.num_split_chats} chats have one row an answer: "
@@ -223,6 +227,7 @@ def prepare(
     cache_dir: Path,
     vocab_size: int,
     *,
+    max_positions: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Prepared:
     """Turn conversations into samples, or take them from the cache.
@@ -232,6 +237,8 @@ def prepare(
         tokenizer: the target's.
         cache_dir: folder for prepared rows and for the `datasets` library.
         vocab_size: V, embedding rows of the target.
+        max_positions: most tokens the target reads, where longer samples are cut as well; None
+            for no such limit.
         on_progress: called with chats done and chats in all.
 
     Raises:
@@ -248,13 +255,15 @@ def prepare(
     check_template(tokenizer, settings.template_options)
     find_opening = cache(partial(_find_opening, settings, tokenizer))
     reading = None if settings.kind == "jsonl" else _read_all(settings, cache_dir, find_opening)
-    path = cache_dir / f"prepared-{_compute_key(settings, tokenizer, reading)[:24]}.safetensors"
+    limit = min(settings.max_tokens, max_positions or settings.max_tokens)
+    key = _compute_key(settings, tokenizer, reading, limit)
+    path = cache_dir / f"prepared-{key[:24]}.safetensors"
     if path.is_file():
         prepared = _load(path)
         log.info("prepared rows taken from %s", path)
     else:
         reading = reading or _read_all(settings, cache_dir, find_opening)
-        prepared = _encode_all(settings, tokenizer, reading, on_progress)
+        prepared = _encode_all(settings, tokenizer, reading, limit, on_progress)
         _save(path, prepared)
     _check_ids([*prepared.samples, *prepared.held_out], tokenizer, vocab_size)
     return prepared
@@ -297,7 +306,10 @@ def _read_all(
 
 
 def _compute_key(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, reading: Reading | None
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    reading: Reading | None,
+    limit: int,
 ) -> str:
     if reading is None:
         content: Any = [
@@ -310,6 +322,7 @@ def _compute_key(
         "content": content,
         # files are told by content, so a moved file is still the same data
         "settings": settings.model_dump(exclude={"paths"}, mode="json"),
+        "limit": limit,
         "tokenizer": compute_tokenizer_fingerprint(tokenizer),
         "template": load_template(tokenizer),
         "tool_template": load_template(tokenizer, [{}]),
@@ -321,6 +334,7 @@ def _encode_all(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     reading: Reading,
+    limit: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> Prepared:
     chats = reading.conversations
@@ -352,9 +366,11 @@ def _encode_all(
                 owners.append(chat)
         if on_progress:
             on_progress(done, len(chats))
-    cut = cut_samples(samples, settings.max_tokens)
+    cut = cut_samples(samples, limit)
+    is_targets = limit < settings.max_tokens
+    limit_name = f"the {limit} tokens {_READ}" if is_targets else f"max_tokens={limit}"
     for sample in cut.lost:
-        drop(owners[sample.sample_id], f"the answer lies beyond max_tokens={settings.max_tokens}")
+        drop(owners[sample.sample_id], f"the answer lies beyond {limit_name}")
     if not cut.samples:
         raise DataError(_explain_nothing(settings, chats, dropped, examples))
     held_out = [s for s in cut.samples if _is_held_out(settings, owners[s.sample_id])]
@@ -369,7 +385,8 @@ def _encode_all(
         num_tokens=sum(len(sample) for sample in cut.samples),
         num_learned=sum(sample.num_learned for sample in cut.samples),
         num_cut=cut.num_cut,
-        max_tokens=settings.max_tokens,
+        max_tokens=limit,
+        is_targets_limit=is_targets,
         turns=settings.turns,
         num_split_chats=num_split,
         dropped=dict(dropped),
@@ -413,6 +430,8 @@ def _explain_nothing(
         advice = ", and ".join(UNASKED_ADVICE[reason] for reason in dropped)
     elif any("max_tokens" in reason for reason in dropped):
         advice = "raise data.max_tokens"
+    elif any(_READ in reason for reason in dropped):
+        advice = "give shorter chats, or train for a target that reads more"
     elif num_texts == len(chats):
         advice = (
             "give text with an answer in it, or give the rows as `messages` or `prompt` and pass "

@@ -208,6 +208,19 @@ def test_an_answer_beyond_the_limit_is_dropped_with_that_reason(cases, chatml, t
     assert report.num_samples == 1
 
 
+def test_samples_are_cut_at_what_the_target_reads(cases, chatml, tmp_path):
+    settings = settings_for(cases / "multi_turn_mask.jsonl", max_tokens=200)
+    free = prepare(settings, chatml, tmp_path, VOCAB, max_positions=200)
+    assert free.report.num_cut == 0
+    prepared = prepare(settings, chatml, tmp_path, VOCAB, max_positions=100)
+    assert not prepared.report.from_cache
+    assert max(map(len, prepared.samples)) == 100 < max(map(len, free.samples))
+    said = f"{prepared.report.num_cut} samples were cut at 100 tokens, the most that the target"
+    assert said in prepared.report.describe()
+    with pytest.raises(DataError, match=r"beyond the 8 tokens that the target(.|\n)*shorter chats"):
+        prepare(settings, chatml, tmp_path, VOCAB, max_positions=8)
+
+
 @pytest.mark.parametrize("pad", [269, None])
 def test_end_tokens_are_learned_where_pad_equals_eos_or_no_pad_exists(
     pad, cases, tokenizer_of, tmp_path
