@@ -140,6 +140,7 @@ def collect_samples(
         )
         if not is_first_rank:
             _wait_for(store, len(questions), answering.prompts_per_shard)
+        _require_all(store, len(questions), answering.prompts_per_shard, answer_s)
     else:
         log.info("answers as an earlier run left them: %s", store.folder)
     cut = cut_samples(store.read(), data.max_tokens)
@@ -240,12 +241,28 @@ def _answer(
     max_tokens: int,
     answer_s: float | None,
 ) -> None:
+    if not store.missing(-(-len(questions) // answering.prompts_per_shard)):
+        log.info("answers are there already: %s", store.folder)
+        return
+    with store.hold():
+        _answer_missing(target, questions, answering, store, needs, seed, max_tokens, answer_s)
+
+
+def _answer_missing(
+    target: Target,
+    questions: list[Question],
+    answering: RegenerateSettings,
+    store: ShardStore,
+    needs: FeatureRequest,
+    seed: int,
+    max_tokens: int,
+    answer_s: float | None,
+) -> None:
     size = answering.prompts_per_shard
     num_shards = -(-len(questions) // size)
     missing = store.missing(num_shards)
     if not missing:
-        log.info("answers are there already: %s", store.folder)
-        return
+        return  # who held the folder before wrote them
     if answering.capture_features and answer_s is None:
         log.info("%s", _describe_features(target, questions, answering, needs, max_tokens))
     here = sum(len(questions[i * size : (i + 1) * size]) for i in missing)
@@ -312,6 +329,18 @@ def _describe_features(
 def _wait_for(store: ShardStore, num_questions: int, size: int) -> None:
     while store.missing(-(-num_questions // size)):
         time.sleep(_POLL_S)
+
+
+def _require_all(store: ShardStore, num_questions: int, size: int, answer_s: float | None) -> None:
+    """Refuse to train on a part of the answers where all of them were asked for."""
+    num_shards = -(-num_questions // size)
+    missing = [] if answer_s is not None else store.missing(num_shards)
+    if missing:
+        raise DataError(
+            f"{store.folder} lacks {len(missing)} of the {num_shards} shards of answers that were "
+            f"just there, such as shard {missing[0]}; something else deletes or changes them: keep "
+            "it from that, and give the same command again"
+        )
 
 
 def _prompts_of(samples: list[Sample]) -> dict[str, list[list[int]]]:

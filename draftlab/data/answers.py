@@ -8,12 +8,16 @@ A store is a folder:
     shard-00012.safetensors      captured taps and final hidden states, where they were asked for,
                                  as feature_bytes.py lays them out
     shard-00012.jsonl            a header line, then a record a line; written last: it is the commit
-A shard killed half-way leaves no .jsonl, so it is missing and is run again.
+A shard killed half-way leaves no .jsonl, so it is missing and is run again. Whoever answers holds
+the folder meanwhile: other processes that want the same answers wait, and find them there.
 """
 
+import fcntl
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +31,8 @@ from draftlab.data.records import Message
 from draftlab.errors import DataError
 from draftlab.files import write_atomic, write_whole
 from draftlab.shapes import Float, Tensor
+
+log = logging.getLogger(__name__)
 
 _MAX_RECORDS = 1 << 20  # of one shard; sample ids are made of shard and place
 _NAME = re.compile(r"shard-(\d{5,})\.jsonl")
@@ -82,6 +88,24 @@ class ShardStore:
         """Name the folder; it need not exist yet."""
         self.folder = folder
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep other writers out, once those who are here are done; a killed one lets go by itself.
+
+        Where the file system knows no locks, nobody is kept out: what two write is the same, and
+        a whole shard is never written again.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("another process writes answers to %s: waiting for it", self.folder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                log.info("%s cannot be locked (%s)", self.folder, error.strerror)
+            yield
+
     def check_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, or check that this folder was begun with the same one.
 
@@ -128,7 +152,7 @@ class ShardStore:
         *,
         features_dtype: FeatureDtype = "target",
     ) -> None:
-        """Commit a shard as a whole; an older one of the same number is replaced.
+        """Commit a shard as a whole; one that is whole already stays as it is.
 
         Args:
             index: number of the shard, 0 or more.
@@ -143,6 +167,8 @@ class ShardStore:
             raise DataError(f"shard {index} has {len(records)} records, expected < {_MAX_RECORDS}")
         jsonl, tensors = self._path(index, "jsonl"), self._path(index, "safetensors")
         laid = None if features is None else _lay_out(index, records, features, features_dtype)
+        if self._is_whole(index):
+            return  # somebody may be reading it
         jsonl.unlink(missing_ok=True)  # from here on the shard is missing until its last rename
         if laid is None:
             tensors.unlink(missing_ok=True)
@@ -200,11 +226,11 @@ class ShardStore:
     def _is_whole(self, index: int) -> bool:
         # renames are atomic, copies from elsewhere are not: count lines and bytes as well
         path, tensors = self._path(index, "jsonl"), self._path(index, "safetensors")
-        data = path.read_bytes()
         try:
+            data = path.read_bytes()
             header = json.loads(data.split(b"\n", 1)[0])
             expected, size = header["num_records"], header["features_bytes"]
-        except (ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return False
         if not data.endswith(b"\n") or data.count(b"\n") != expected + 1:
             return False

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import pytest
 import torch
@@ -118,6 +119,8 @@ def test_a_shard_killed_before_its_last_rename_is_missing(store, monkeypatch):
 
     os_replace = files.os.replace
     store.write(0, RECORDS, [features(5, 1), features(4, 2)])
+    tensors = next(store.folder.glob("*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-7])  # damaged, so it is written anew
     monkeypatch.setattr(files.os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
         store.write(0, RECORDS, [features(5, 3), features(4, 4)])
@@ -125,6 +128,39 @@ def test_a_shard_killed_before_its_last_rename_is_missing(store, monkeypatch):
     assert store.missing(1) == [0]
     with pytest.raises(DataError, match="no finished shard"):
         store.read()
+
+
+def test_a_whole_shard_is_never_taken_from_who_reads_it(store, monkeypatch):
+    store.write(0, RECORDS, [features(5), features(4)])
+    monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"replaces {names}"))
+    store.write(0, RECORDS, [features(5), features(4)])
+    assert len(store.read()) == 2
+
+
+def test_a_shard_gone_between_listing_and_reading_is_missing(store, monkeypatch):
+    store.write(0, RECORDS)
+    listed = list(store.folder.iterdir())
+    listed[0].unlink()
+    monkeypatch.setattr(type(store.folder), "iterdir", lambda folder: iter(listed))
+    assert store.missing(1) == [0]
+
+
+def test_a_second_writer_waits_for_the_first(store, caplog):
+    order = []
+
+    def write_too():
+        with store.hold():
+            order.append("second")
+
+    second = threading.Thread(target=write_too)
+    with caplog.at_level("INFO"), store.hold():
+        second.start()
+        second.join(timeout=0.5)
+        assert second.is_alive()
+        order.append("first")
+    second.join(timeout=30)
+    assert order == ["first", "second"]
+    assert "waiting for it" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
