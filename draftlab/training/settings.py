@@ -25,7 +25,7 @@ class OptimSettings(Settings):
         wsd_decay_fraction: share of the steps that falls at the end; used by wsd only.
         min_lr_fraction: learning rate of the last step, as a share of the peak.
         ema_decay: decay of the running mean of the weights that is saved and probed in their
-            place; None saves the weights themselves.
+            place, reached after a warm-up (averaging.py); None saves the weights themselves.
     """
 
     kind: Literal["muon", "adamw"]

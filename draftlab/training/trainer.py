@@ -214,7 +214,7 @@ class Trainer:
                 display.advance()
                 self._look_at_pace(step, display)
                 if self._average is not None:
-                    self._average.update()
+                    self._average.update(step)
                 saves = self._saves_at(step)
                 # also before every checkpoint: sums in flight are not part of the state
                 if saves or step % self.train.log_every_steps == 0:
