@@ -30,6 +30,7 @@ from draftlab.data.conversations import (
     list_files,
     read_files,
     read_hub,
+    to_prompt,
 )
 from draftlab.data.packing import Sample, cut_samples
 from draftlab.data.prompts import load_prompts
@@ -47,7 +48,7 @@ from draftlab.randomness import derive_seed
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it whenever equal inputs give other rows
+_FORMAT = 2  # raise it whenever equal inputs give other rows
 _MAX_EXAMPLES = 50
 _SHOWN_EXAMPLES = 5
 _READ = "that the target reads"
@@ -155,7 +156,8 @@ def read_split(
         tokenizer: lets rows of rendered `text` in; None refuses them.
 
     Raises:
-        DataError: files missing, lines bad, or a split this kind of data does not have.
+        DataError: files missing, lines bad, turns of weight 0 where all are learned, or a split
+            this kind of data does not have.
     """
     if settings.kind == "builtin":
         return Reading(load_prompts(split)[: settings.max_samples], [])
@@ -242,9 +244,9 @@ def prepare(
         on_progress: called with chats done and chats in all.
 
     Raises:
-        DataError: shipped prompts (they have no answers), bad lines, a template that cannot be
-            split, no token to learn at all, or ids the target has no row for. Nothing heavy was
-            done by then.
+        DataError: shipped prompts (they have no answers), bad lines, turns of weight 0 where all
+            are learned, a template that cannot be split, no token to learn at all, or ids the
+            target has no row for. Nothing heavy was done by then.
     """
     if settings.kind == "builtin":
         # a few of them hold earlier turns of ours, which the target never said
@@ -302,7 +304,27 @@ def _read_all(
         messages_field=settings.messages_field,
         find_opening=find_opening,
     )
-    return replace(reading, conversations=reading.conversations[: settings.max_samples])
+    reading = replace(reading, conversations=reading.conversations[: settings.max_samples])
+    if settings.learn == "all":
+        _refuse_weights(settings, reading.conversations)
+    return reading
+
+
+def _refuse_weights(settings: DataSettings, chats: list[Conversation]) -> None:
+    """Refuse turns of weight 0 where all are learned: rows do not tell them from other text."""
+    learned = chats if settings.answers == "given" else filter(None, map(to_prompt, chats))
+    found = [
+        f"\n  {chat.source} ({chat.id}): turn {turn}"
+        for chat in learned
+        for turn, message in enumerate(chat.messages, start=1)
+        if message.get("weight") == 0
+    ]
+    if found:
+        raise DataError(
+            f"data.learn=all would learn turns of weight 0 ({len(found)}), which are not to be "
+            f"learned:{''.join(found[:_SHOWN_EXAMPLES])}\n"
+            "pass data.learn=answers, or leave these chats out"
+        )
 
 
 def _compute_key(

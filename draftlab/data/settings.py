@@ -22,7 +22,8 @@ class DataSettings(Settings):
         domain: domain of rows that name none themselves.
         max_tokens: longest row in tokens, 2 or more: one to read and one to learn; what lies beyond
             is cut and counted.
-        learn: answers, or all (prompts as well, what many of them begin with once).
+        learn: answers, or all (prompts as well, what many of them begin with once; chats with a
+            turn of weight 0 are refused).
         turns: each (every answer is learned) or last (only the last answer of a chat).
         on_bad_line: fail (list every bad line and stop) or skip (list them and go on).
         validation_fraction: share of chats held out, chosen by their id; 0 for none.

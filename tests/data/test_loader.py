@@ -106,6 +106,27 @@ def test_chats_that_are_all_held_out_train_where_answers_are_given(tmp_path):
         read_training_chats(given.model_copy(update={"answers": "target"}), tmp_path, no_tokenizer)
 
 
+def test_a_turn_of_weight_0_is_refused_where_all_is_learned(chatml, tmp_path):
+    path = tmp_path / "own.jsonl"
+    unlearned = {"role": "assistant", "content": "Go away.", "weight": 0}
+    turns = [*ASKED["messages"], unlearned, *CHAT["messages"]]
+    path.write_text(json.dumps(CHAT) + "\n" + json.dumps({"messages": turns}), encoding="utf-8")
+    kept = prepare(settings_for(path), chatml, tmp_path, VOCAB)
+    assert kept.report.left_out == {"weight 0": 1}
+    settings = settings_for(path, learn="all")
+    said = (
+        r"turns of weight 0 \(1\)(.|\n)*own\.jsonl:2 \(own\.jsonl:2\): turn 2\npass data\.learn=an"
+    )
+    with pytest.raises(DataError, match=said):
+        prepare(settings, chatml, tmp_path, VOCAB)
+    asked = settings.model_copy(update={"answers": "target"})
+    with pytest.raises(DataError, match=said):
+        read_training_chats(asked, tmp_path, no_tokenizer)
+    # the target answers anew what stood at the end
+    path.write_text(json.dumps({"messages": [*ASKED["messages"], unlearned]}), encoding="utf-8")
+    assert len(read_training_chats(asked, tmp_path, no_tokenizer).conversations) == 1
+
+
 HI, HO = "<|im_start|>user\nHi?<|im_end|>\n", "<|im_start|>assistant\nHo.<|im_end|>\n"
 
 
