@@ -29,6 +29,7 @@ from draftlab.data.template import (
     find_answer_marker,
     load_marks,
     render,
+    special_tokens,
 )
 from draftlab.errors import DataError
 
@@ -308,11 +309,17 @@ def _encode_rendered(
     if marker is None:
         raise RowProblem("rendered text, but the template marks answers by no special token")
     opening, closing = marker
+    question: Message = {"role": "user", "content": "Is it on?"}
+    asked = render(tokenizer, [question], None, options, to_answer=True)
+    rest = text.partition(opening)[2]
+    # what begins a turn stands there again: the answer has ended, and nothing says where
+    if not closing and any(mark in asked and mark in rest for mark in special_tokens(tokenizer)):
+        raise RowProblem(
+            "rendered text goes on after an answer, but the template closes answers by nothing"
+        )
     bos = tokenizer.bos_token
-    if isinstance(bos, str) and not text.startswith(bos):
-        question: Message = {"role": "user", "content": "Is it on?"}
-        if render(tokenizer, [question], None, options).startswith(bos):
-            text = bos + text
+    if isinstance(bos, str) and not text.startswith(bos) and asked.startswith(bos):
+        text = bos + text
     spans, left_out = [], []
     end = 0
     while (found := text.find(opening, end)) >= 0:

@@ -45,6 +45,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Give the tokens that were added to the vocabulary, as text."""
+    return {token.content for token in tokenizer.added_tokens_decoder.values()}
+
+
 def find_answer_marker(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
 ) -> tuple[str, str] | None:
@@ -63,7 +68,7 @@ def find_answer_marker(
     if not (prompt.startswith(asked) and done.startswith(prompt)):
         return None
     opening = prompt[len(asked) :]
-    if not any(token in opening for token in _special_tokens(tokenizer)):
+    if not any(token in opening for token in special_tokens(tokenizer)):
         return None
     return opening, done.rpartition("It is.")[2].rstrip()
 
@@ -249,7 +254,3 @@ def _adapt_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    return {token.content for token in tokenizer.added_tokens_decoder.values()}

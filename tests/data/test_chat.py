@@ -235,6 +235,18 @@ def test_rendered_text_learns_what_stands_between_the_templates_markers(
     assert learned_texts(tokenizer, encoded.rows) == ["first<|im_end|>", "cut in the mid"]
 
 
+@pytest.mark.parametrize("more", ["", "<|im_start|>assistant\nciao\n"])
+def test_rendered_text_is_refused_where_nothing_ends_an_answer(more, tokenizer_of, learned_texts):
+    tokenizer = tokenizer_of("tok_chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")
+    one = "<|im_start|>user\nhi\n<|im_start|>assistant\nhello\n"
+    encoded = encode_chat(tokenizer, Conversation("c", "d", (), text=one))
+    assert learned_texts(tokenizer, encoded.rows) == ["hello\n"]
+    text = f"{one}<|im_start|>user\nbye\n{more}"
+    with pytest.raises(RowProblem, match="the template closes answers by nothing"):
+        encode_chat(tokenizer, Conversation("c", "d", (), text=text))
+
+
 def test_rendered_text_equals_the_same_chat_as_turns(tokenizer_of, chats_of):
     tokenizer, conversation = tokenizer_of("tok_chatml"), chats_of("multi_turn_mask.jsonl")["x1"]
     text = tokenizer.apply_chat_template(list(conversation.messages), tokenize=False)
