@@ -15,7 +15,7 @@ class ProbeLine:
 
     Attributes:
         step: optimizer steps done.
-        loss: mean of the training loss since the probe before.
+        loss: mean of the training loss over the steps since the probe before.
         tau: acceptance length on validation prompts.
         tokens_per_s: modelled, None where it was not.
     """
@@ -28,17 +28,21 @@ class ProbeLine:
 
 def list_probes(numbers: Iterable[Mapping[str, Any]]) -> list[ProbeLine]:
     """Read the probes out of a run's metrics, in order of steps."""
-    losses: list[float] = []
+    before, num_steps, loss_sum = 0, 0, 0.0
     lines = []
     for row in sorted(numbers, key=lambda row: (row["step"], row["split"] != "train")):
         if "train/loss" in row:
-            losses.append(row["train/loss"])
+            # a line is the mean over the steps since the line before; null was no number
+            if row["train/loss"] is not None:
+                num_steps += row["step"] - before
+                loss_sum += row["train/loss"] * (row["step"] - before)
+            before = row["step"]
         if "accept/tau" in row:
-            loss = sum(losses) / len(losses) if losses else None
+            loss = loss_sum / num_steps if num_steps else None
             lines.append(
                 ProbeLine(row["step"], loss, row["accept/tau"], row.get("accept/tokens_per_s"))
             )
-            losses.clear()
+            num_steps, loss_sum = 0, 0.0
     return lines
 
 
@@ -96,7 +100,9 @@ def warn_of_rising_loss(numbers: Iterable[Mapping[str, Any]]) -> str | None:
     Args:
         numbers: the run's metrics.
     """
-    losses = [(row["step"], row["train/loss"]) for row in numbers if "train/loss" in row]
+    losses = [
+        (row["step"], row["train/loss"]) for row in numbers if row.get("train/loss") is not None
+    ]
     if not losses:
         return None
     (_, first), (step, last) = losses[0], losses[-1]

@@ -147,9 +147,17 @@ def _most_tokens(result: EvalResult) -> int:
 
 def _training_minutes(steps: list[dict[str, Any]]) -> float:
     """Minutes of optimizer steps: a logged row holds the mean of the steps since the one before."""
-    timed = [row["time/step_s"] for row in steps if row.get("time/step_s")]
-    last = max(row["step"] for row in steps)
-    return last * sum(timed) / len(timed) / 60 if timed else steps[-1]["time_s"] / 60
+    rows = sorted(steps, key=lambda row: row["step"])
+    starts = [0, *(row["step"] for row in rows[:-1])]
+    timed = [
+        (row["step"] - start, row["time/step_s"])
+        for start, row in zip(starts, rows, strict=True)
+        if row.get("time/step_s")
+    ]
+    if not timed:
+        return steps[-1]["time_s"] / 60
+    mean = sum(num * seconds for num, seconds in timed) / sum(num for num, _ in timed)
+    return rows[-1]["step"] * mean / 60
 
 
 def _describe_data(data: dict[str, Any]) -> str:

@@ -77,6 +77,21 @@ def test_a_probes_loss_is_the_mean_since_the_probe_before():
     assert [line.loss for line in list_probes(METRICS)] == [4.0, 2.0, 1.0]
 
 
+def test_a_line_of_losses_weighs_as_many_steps_as_it_stands_for():
+    rows = [
+        {"step": 10, "split": "train", "train/loss": 3.0},
+        {"step": 11, "split": "train", "train/loss": 14.0},
+        {"step": 11, "split": "validation", "accept/tau": 1.5},
+        {"step": 20, "split": "train", "train/loss": None},
+        {"step": 21, "split": "train", "train/loss": 2.0},
+        {"step": 24, "split": "train", "train/loss": 6.0},
+        {"step": 24, "split": "validation", "accept/tau": 1.5},
+        {"step": 30, "split": "train", "train/loss": None},
+        {"step": 30, "split": "validation", "accept/tau": 1.5},
+    ]
+    assert [line.loss for line in list_probes(rows)] == [4.0, 5.0, None]
+
+
 def test_the_table_marks_each_columns_best_and_says_that_they_disagree():
     table = describe_probes(list_probes(METRICS), "tau").splitlines()
     assert [line.split() for line in table[1:5]] == [
@@ -116,6 +131,7 @@ def test_a_loss_that_ends_far_above_its_beginning_is_warned_of():
     assert warn_of_rising_loss(METRICS) is None
     assert warn_of_rising_loss(losses(0.1, 0.3)) is None
     assert warn_of_rising_loss([]) is None
+    assert warn_of_rising_loss(losses(None, 5.0, 1e9, None)) is not None  # null: no finite number
 
 
 def test_a_probe_measures_and_counts_ranks_on_the_targets_answers(tmp_path):
