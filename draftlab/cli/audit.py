@@ -74,7 +74,12 @@ def run(args: Sequence[str]) -> int:
     target = load_target(settings.target)
     place_drafters(target, settings.hardware)
     drafter = open_drafter(settings.drafter, target)
-    prompts, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
+    prompts, _ = load_eval_prompts(
+        target,
+        settings.eval,
+        settings.paths.cache / "data",
+        template_options=settings.data.template_options,
+    )
     ticker = StageTicker()
     try:
         report = audit_drafter(

@@ -82,7 +82,12 @@ def run(words: Sequence[str]) -> int:
     target = load_target(settings.target)
     place_drafters(target, settings.hardware)
     arms = _arms(target, settings, is_named)
-    by_domain, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
+    by_domain, _ = load_eval_prompts(
+        target,
+        settings.eval,
+        settings.paths.cache / "data",
+        template_options=settings.data.template_options,
+    )
     prompts = _in_turns(by_domain, count)
     clock = DeviceClock(target.device)
     with Ticker("answers", len(arms) * (len(prompts) * repeats + _WARMUP_PROMPTS)) as ticker:

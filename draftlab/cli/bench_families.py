@@ -216,6 +216,7 @@ class FamiliesBench:
             {family.name: open_drafter(str(run.path), target)},
             settings.eval,
             settings.decode,
+            template_options=settings.data.template_options,
             folder=run.eval_path(settings.eval.suite),
             cache=settings.paths.cache / "data",
         )

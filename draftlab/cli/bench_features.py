@@ -186,7 +186,12 @@ def _measure(settings: "RunSettings", dtypes: "Sequence[FeatureDtype]", folder: 
     collected = collect_samples(
         target, settings.data, settings.regenerate, settings.paths, needs=needs, seed=settings.seed
     )
-    by_domain, _ = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
+    by_domain, _ = load_eval_prompts(
+        target,
+        settings.eval,
+        settings.paths.cache / "data",
+        template_options=settings.data.template_options,
+    )
     prompts = [ids for p in by_domain.values() for ids in p[: settings.eval.prompts_per_domain]]
     arms: list[Arm] = []
     first: list[Generation] = []

@@ -3,6 +3,8 @@
 In: the words of a command line, as text. Out: a `Target`, a `Decoder`, or an answer's text.
 """
 
+from typing import Any
+
 from draftlab.cli.drafters import compose_for_drafters, open_drafter
 from draftlab.cli.schema import GenerateCommandSettings, settings_of
 from draftlab.cli.words import split_words
@@ -47,9 +49,15 @@ def open_decoder(target: Target, drafter: Drafter | str | None, *words: str) -> 
     return Decoder(target, found, settings.decode)
 
 
-def encode_question(target: Target, text: str) -> list[int]:
-    """Write what a user says into the target's chat template, as token ids; T5 reads plain text."""
-    return encode_turns(target, [{"role": "user", "content": text}])
+def encode_question(target: Target, text: str, **template_options: Any) -> list[int]:
+    """Write what a user says into the target's chat template, as token ids; T5 reads plain text.
+
+    Args:
+        target: who is asked.
+        text: what is said.
+        **template_options: further variables of the template, such as enable_thinking=False.
+    """
+    return encode_turns(target, [{"role": "user", "content": text}], options=template_options)
 
 
 def answer(prompt: str, target: Target, drafter: Drafter | None = None, *words: str) -> str:

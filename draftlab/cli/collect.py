@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def collect_samples(
 
 
 def encode_prompts(
-    target: Target, chats: list[Conversation], template_options: dict[str, Any] | None = None
+    target: Target, chats: list[Conversation], template_options: Mapping[str, Any] | None = None
 ) -> dict[str, list[list[int]]]:
     """Render chats as prompts, by domain; an answer at their end is dropped.
 
@@ -183,7 +183,7 @@ def encode_prompts(
         question = to_prompt(chat)
         if question is None:
             continue
-        ids = encode_turns(target, question.messages, question.tools, template_options or {})
+        ids = encode_turns(target, question.messages, question.tools, template_options)
         if len(ids) + _LEAST_ANSWER_TOKENS > target.spec.max_positions:
             too_long += 1
             continue

@@ -266,6 +266,7 @@ class Demo:
             {label: open_drafter(name, self.target)},
             self.settings.eval,
             self.settings.decode,
+            template_options=self.settings.data.template_options,
             folder=folder,
             cache=self.settings.paths.cache / "data",
             earlier=earlier,

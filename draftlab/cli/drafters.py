@@ -42,7 +42,7 @@ def open_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
 
 
 def compose_for_drafters(primary: str, words: Sequence[str]) -> Composed:
-    """Compose, with the target and the hardware of the first run that is named.
+    """Compose, with the target, its template's variables and the hardware of the first run named.
 
     Words that choose or change either beat the run. What a run saved is taken as it is: typed anew,
     its nulls would let a preset's values win.
@@ -62,6 +62,7 @@ def compose_for_drafters(primary: str, words: Sequence[str]) -> Composed:
         saved = runs[0].read_config()
         _take_over(composed, words, "target", saved.get("target"))
         _take_over(composed, words, "hardware", _alone(saved.get("hardware")))
+        _ask_as(composed, words, saved.get("data", {}).get("template_options"))
     return composed
 
 
@@ -142,6 +143,14 @@ def _take_over(composed: Composed, words: Sequence[str], group: str, saved: Any)
     keys = [word.partition("=")[0].partition(".") for word in words]
     typed = {key for name, dot, key in keys if name == group and dot}
     composed.data[group] = {**saved, **{key: composed.data[group][key] for key in typed}}
+
+
+def _ask_as(composed: Composed, words: Sequence[str], options: Any) -> None:
+    """Ask the target as it was asked when the drafter learned: thinking or not are two laws."""
+    if options and not any(
+        word.startswith(("target=", "data=", "recipe=", "data.template_options")) for word in words
+    ):
+        composed.data["data"]["template_options"] = options
 
 
 def _alone(hardware: Any) -> Any:

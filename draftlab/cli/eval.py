@@ -77,6 +77,7 @@ def run(args: Sequence[str]) -> int:
                 drafters,
                 settings.eval.model_copy(update={"suite": suite}),
                 settings.decode,
+                template_options=settings.data.template_options,
                 folder=owner.eval_path(suite),
                 cache=settings.paths.cache / "data",
             )

@@ -1,6 +1,8 @@
 """Evaluation as commands run it: prompts by settings, drafters by name, progress shown."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from draftlab.cli.collect import encode_prompts
 from draftlab.cli.keeping import note_provenance
@@ -51,23 +53,30 @@ def require_decoding(decode: DecodeSettings) -> None:
 
 
 def load_eval_prompts(
-    target: Target, settings: EvalSettings, cache: Path
+    target: Target, settings: EvalSettings, cache: Path, *, template_options: Mapping[str, Any]
 ) -> tuple[dict[str, list[list[int]]], dict[str, list[list[int]]]]:
     """Load evaluation and validation prompts by domain, as token ids.
 
     A file of one's own has no validation part: every fourth prompt of a domain is set aside for
     choosing K, and none is used for both.
 
+    Args:
+        target: whose template and tokenizer.
+        settings: where the prompts are.
+        cache: folder for files of the `datasets` library.
+        template_options: further variables of the chat template; others make another law, for
+            which a drafter was not trained.
+
     Raises:
         DataError: bad lines, or no prompt.
     """
     if settings.prompts == "builtin":
         return (
-            encode_prompts(target, load_prompts("evaluation")),
-            encode_prompts(target, load_prompts("validation")),
+            encode_prompts(target, load_prompts("evaluation"), template_options),
+            encode_prompts(target, load_prompts("validation"), template_options),
         )
     reading = read_files([settings.prompts], cache_dir=cache)
-    prompts = encode_prompts(target, list(reading.conversations))
+    prompts = encode_prompts(target, list(reading.conversations), template_options)
     if not prompts:
         raise DataError(f"eval.prompts={settings.prompts} holds no prompt to evaluate on")
     held = {d: p[_VALIDATION_SHARE - 1 :: _VALIDATION_SHARE] for d, p in prompts.items()}
@@ -86,6 +95,7 @@ def measure_drafters(
     settings: EvalSettings,
     decode: DecodeSettings,
     *,
+    template_options: Mapping[str, Any],
     folder: Path,
     cache: Path,
     earlier: EvalResult | None = None,
@@ -97,6 +107,7 @@ def measure_drafters(
         drafters: name -> drafter.
         settings: what to measure.
         decode: how answers are decoded.
+        template_options: further variables of the chat template.
         folder: where results and their provenance are written.
         cache: folder for files of the `datasets` library.
         earlier: the result of an earlier stage in the same folder, to merge into.
@@ -104,7 +115,9 @@ def measure_drafters(
     Raises:
         DraftlabError: prompts that cannot be read, or what cannot be measured together.
     """
-    prompts, validation = load_eval_prompts(target, settings, cache)
+    prompts, validation = load_eval_prompts(
+        target, settings, cache, template_options=template_options
+    )
     ticker = StageTicker()
     try:
         with note_provenance(folder, seed=settings.seed, goes_on=earlier is not None):

@@ -157,7 +157,12 @@ def _calibration_prompts(
     """Take validation prompts, in turn from every domain."""
     from draftlab.cli.measure import load_eval_prompts
 
-    _, validation = load_eval_prompts(target, settings.eval, settings.paths.cache / "data")
+    _, validation = load_eval_prompts(
+        target,
+        settings.eval,
+        settings.paths.cache / "data",
+        template_options=settings.data.template_options,
+    )
     turns = itertools.zip_longest(*validation.values())
     return [ids for turn in turns for ids in turn if ids is not None][:count]
 
