@@ -121,7 +121,11 @@ def train_drafter(
     train = train or settings.train
     drafter = make_drafter(run, settings, target, collected)
     vocab = getattr(drafter, "vocab", None)
-    target.run_on_first(lambda: report_vocab(vocab, target, collected), is_first=_is_first_rank())
+    is_new = settings.init is None and settings.adapter.kind == "none"
+    target.run_on_first(
+        lambda: report_vocab(vocab, target, collected, is_chosen_here=is_new),
+        is_first=_is_first_rank(),
+    )
     samples = mark_learned(collected.samples, settings.data.learn)
     cut = cut_samples(samples, train.row_tokens)
     if cut.num_cut:
