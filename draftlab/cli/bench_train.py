@@ -22,7 +22,7 @@ import torch
 
 from draftlab.cli.bench_out import find_out
 from draftlab.cli.collect import Collected, encode_prompts
-from draftlab.cli.families import Family, compose_families, share
+from draftlab.cli.families import Family, compose_families, known_families, share
 from draftlab.cli.hardware import apply_hardware, require_threads
 from draftlab.cli.progress import Ticker
 from draftlab.cli.schema import RunSettings
@@ -30,7 +30,7 @@ from draftlab.cli.show_table import show_table
 from draftlab.cli.train_job import find_needs, make_drafter
 from draftlab.cli.words import read_options
 from draftlab.data.answers import AnswerFeatures, AnswerRecord, ShardStore
-from draftlab.data.packing import PackedRow, collate, cut_samples, pack
+from draftlab.data.packing import PackedRow, Sample, collate, cut_samples, pack
 from draftlab.data.prompts import load_prompts
 from draftlab.drafters.base import num_trainable
 from draftlab.errors import ConfigError, DraftlabError
@@ -49,7 +49,7 @@ from draftlab.training.trainer import Trainer
 _DEFAULTS = {"steps": "5", "warmup": "2", "sample_tokens": "192", "answer_tokens": "96", "out": ""}
 _SHARED = ("seed", "target", "regenerate", "hardware", "paths")
 _NO_EFFECT = ("data", "decode", "eval", "export", "tracker")
-_READ_REGENERATE_KEYS = ("regenerate.capture_features=", "regenerate.features_dtype=")
+_READ_REGENERATE_KEYS = ("regenerate.capture_features", "regenerate.features_dtype")
 _ROWS_KEPT = 2  # steps' worth of rows; further steps read them again
 _WIDTH = 110  # of the table where there is no terminal
 
@@ -82,15 +82,7 @@ def run(words: Sequence[str]) -> int:
             f"bench.sample_tokens={counts['sample_tokens']}, of which they are a part"
         )
     rest = [word for word in words if not word.startswith("bench.")]
-    for word in rest:
-        key = word.partition("=")[0]
-        is_read = word.startswith(_READ_REGENERATE_KEYS) or not key.startswith("regenerate")
-        if key.partition(".")[0] in _NO_EFFECT or not is_read:
-            raise ConfigError(
-                f"{word} has no effect on bench train, which reads the shipped prompts; expected "
-                "target, drafter, optim, train or hardware keys, or "
-                f"{' '.join(_READ_REGENERATE_KEYS)}"
-            )
+    _require_effect(rest)
     families, _ = share(compose_families(rest, target="tiny"), _SHARED)
     settings = families[0].settings
     if settings.hardware.num_processes > 1:
@@ -109,9 +101,39 @@ def run(words: Sequence[str]) -> int:
     lines = _conditions(families, results, counts)
     show_table(_table(results), is_dense=True, width=_WIDTH)
     print("\n".join(lines))
-    write_json(out, {"bench": "train", "families": results, "said": lines, "sizes": counts})
+    sizes = {key: counts[key] for key in counts if key != "sample_tokens"}  # families have theirs
+    write_json(out, {"bench": "train", "families": results, "said": lines, "sizes": sizes})
     print(f"written: {out}")
     return 0
+
+
+def _require_effect(words: Sequence[str]) -> None:
+    """Refuse words, of all families or of one, that change nothing here."""
+    names = known_families()
+    for word in words:
+        key = word.partition("=")[0]
+        first, _, rest = key.partition(".")
+        key = rest if rest and first in names else key
+        group, _, name = key.partition(".")
+        is_read = group != "regenerate" or key in _READ_REGENERATE_KEYS
+        if group in _NO_EFFECT or not is_read:
+            raise ConfigError(
+                f"{word} has no effect on bench train, which reads the shipped prompts; expected "
+                "target, drafter, optim, train or hardware keys, or "
+                f"{'= '.join(_READ_REGENERATE_KEYS)}="
+            )
+        if group == "train" and name in _replaced(1):
+            raise ConfigError(
+                f"{word} has no effect on bench train, which takes bench.warmup and then "
+                "bench.steps steps, without probes; pass those"
+            )
+
+
+def _replaced(num_steps: int) -> dict[str, Any]:
+    """Give the keys of `train` that are the bench's own: so many steps, told one by one."""
+    limits = {"max_steps": num_steps, "max_epochs": None, "max_minutes": None, "patience": None}
+    written = {"save_every_steps": num_steps, "keep_checkpoints": 1, "log_every_steps": 1}
+    return limits | written | {"probe_every_steps": num_steps, "best_by": "tau"}
 
 
 def _count(options: Mapping[str, str], key: str) -> int:
@@ -145,9 +167,7 @@ def _measure(case: TrainCase) -> dict[str, Any]:
         drafter = make_drafter(RunDir(folder), settings, target, collected)
         cut = cut_samples(collected.samples, settings.train.row_tokens).samples
         rows = TrainingRows(pack(cut, settings.train.row_tokens), captured=collected.captured)
-        total = case.warmup + case.steps
-        limits = {"max_steps": total, "max_epochs": None, "max_minutes": None, "patience": None}
-        limits |= {"log_every_steps": 1, "save_every_steps": total, "probe_every_steps": total}
+        limits = _replaced(case.warmup + case.steps)
         memory = PeakMemory(target.device)
         memory.restart()
         at_rest, peak = memory.read(), None
@@ -176,6 +196,7 @@ def _measure(case: TrainCase) -> dict[str, Any]:
     tokens = sum(n["train/tokens_per_s"] * n["time/step_s"] for n in measured)
     return {
         "num_parameters": num_trainable(drafter),
+        "sample_tokens": max(map(len, collected.samples)),
         "samples_per_s": samples / sum(seconds),
         "tokens_per_s": tokens / sum(seconds),
         "step_s": median(seconds),
@@ -221,17 +242,18 @@ def _make_samples(
         )
         for i, piece in enumerate(pieces)
     ]
-    store.write(0, records)
     captures = settings.regenerate.capture_features
+    features = None
     if captures and (needs.tap_layers or needs.wants_final):
         features = []
-        for sample in store.read():
-            batch = collate([PackedRow((sample,))], size).to(target.device)
+        for i, piece in enumerate(pieces):
+            ids = torch.tensor(piece)
+            row = PackedRow((Sample(i, "bench", ids, torch.ones_like(ids, dtype=torch.bool)),))
             with torch.no_grad():
-                seen = target.read_features(batch, needs)
+                seen = target.read_features(collate([row], size).to(target.device), needs)
             parts = [None if part is None else part[0] for part in (seen.taps, seen.final)]
             features.append(AnswerFeatures(*parts))
-        store.write(0, records, features, features_dtype=settings.regenerate.features_dtype)
+    store.write(0, records, features, features_dtype=settings.regenerate.features_dtype)
     return Collected(store.read(), needs if captures else None, {}, {})
 
 
@@ -268,27 +290,29 @@ def _table(results: Sequence[Mapping[str, Any]]) -> Table:
 def _conditions(
     families: Sequence[Family], results: Sequence[Mapping[str, Any]], counts: Mapping[str, int]
 ) -> list[str]:
-    found, settings = results[0], families[0].settings
+    settings = families[0].settings
     machine, versions = describe_machine(), describe_versions()
     ways: dict[str, list[str]] = {}
-    for family in families:
+    for family, found in zip(families, results, strict=True):
         train = family.settings.train
         rows = f"{train.batch_rows}" + (f" x {train.accumulation}" * (train.accumulation > 1))
         precision = "float32" if train.precision == "no" else train.precision
-        way = f"{rows} rows of {train.row_tokens} tokens, {precision}"
+        way = f"{rows} rows of {train.row_tokens} tokens in samples of {found['sample_tokens']}"
+        way += f", {precision}"
         way += ", layers computed again" if train.gradient_checkpointing else ""
         ways.setdefault(f"{way}, {family.settings.optim.kind}", []).append(family.name)
     said = [f"{way}: {', '.join(names)}" if len(ways) > 1 else way for way, names in ways.items()]
     is_kept = settings.regenerate.capture_features
     dtype = settings.regenerate.features_dtype
     states = f"read from files ({dtype})" if is_kept else "computed by the target in every step"
+    found = results[0]
     on = found["device"]
     threads = settings.hardware.resolved().threads or 1
     return [
         f"{wording.plural(counts['steps'], 'step')} after {counts['warmup']} to warm up; a step: "
         + "; ".join(said),
-        f"samples of {counts['sample_tokens']} tokens, the last {counts['answer_tokens']} learned; "
-        f"the target's hidden states {states}",
+        f"the last {counts['answer_tokens']} tokens of a sample are learned; the target's hidden "
+        f"states {states}",
         "peak: "
         + (
             "highest resident memory of a process of its own while it steps"

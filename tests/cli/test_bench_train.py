@@ -34,6 +34,7 @@ def test_a_familys_steps_are_timed_and_their_memory_read(is_kept):
     plain = family.settings.model_dump(mode="json")
     found = _measure(TrainCase("eagle3", plain, 2, 1, 48, 16))
     assert found["num_parameters"] > 0
+    assert found["sample_tokens"] == 48
     # rows are full: 2 rows of 2 samples of 48 tokens
     assert found["tokens_per_s"] == pytest.approx(48 * found["samples_per_s"])
     assert found["step_s"] > 0
@@ -43,10 +44,21 @@ def test_a_familys_steps_are_timed_and_their_memory_read(is_kept):
 @pytest.mark.slow
 def test_the_table_has_a_row_a_family_and_says_how_it_was_measured(capsys, tmp_path):
     out = tmp_path / "t.json"
-    words = ["families=[medusa,eagle]", *SMALL, *ROWS, f"bench.out={out}"]
+    words = [
+        "families=[medusa,eagle]",
+        *SMALL,
+        *ROWS,
+        "eagle.train.row_tokens=40",
+        f"bench.out={out}",
+    ]
     assert main(["bench", "train", *words]) == 0
     said = capsys.readouterr().out
-    for told in ("medusa", "eagle", "samples/s", "peak MB", "2 steps after 1", "1 thread,"):
+    for told in (
+        *("medusa", "eagle", "samples/s", "peak MB", "2 steps after 1", "1 thread,"),
+        # samples end where rows do
+        "2 rows of 96 tokens in samples of 48, float32, muon: medusa",
+        "2 rows of 40 tokens in samples of 40, float32, muon: eagle",
+    ):
         assert told in said
     record = json.loads(out.read_text())
     assert [row["family"] for row in record["families"]] == ["medusa", "eagle"]
@@ -61,6 +73,10 @@ def test_the_table_has_a_row_a_family_and_says_how_it_was_measured(capsys, tmp_p
         ("data.max_samples=3", "data.max_samples=3 has no effect on bench train"),
         ("regenerate.max_new_tokens=3", "regenerate.max_new_tokens=3 has no effect"),
         ("eval=smoke", "eval=smoke has no effect"),
+        ("medusa.eval=smoke", "medusa.eval=smoke has no effect"),
+        ("train.max_steps=3", "takes bench.warmup and then bench.steps steps"),
+        ("train.patience=3", "train.patience=3 has no effect"),
+        ("medusa.train.save_every_steps=3", "medusa.train.save_every_steps=3 has no effect"),
     ],
 )
 def test_words_that_cannot_take_effect_are_refused(word, message, capsys):
