@@ -11,6 +11,7 @@ from typing import Any
 
 from draftlab.cli.disk import require_writable
 from draftlab.cli.words import split_words, take_minutes
+from draftlab.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ is.
 
   minutes=45                   a better head
   fresh=true                   start anew, though an equal demo is done
-  recipe=..., optim.lr=...     any word of draftlab train
+  recipe=..., optim.lr=...     any word of draftlab train but those that the plan decides
 
 examples:
   draftlab demo
@@ -42,6 +43,7 @@ def run(args: Sequence[str]) -> int:
     )
     if not any(word.startswith("recipe=") for word in words):
         words = [f"recipe={_RECIPE}", *words]
+    _require_unplanned(words)
     began = time.monotonic()
     demo, is_finished = _open(minutes, is_fresh, words, began)
     if not is_finished:
@@ -49,6 +51,28 @@ def run(args: Sequence[str]) -> int:
             demo.finish()
     demo.say_where()
     return 0
+
+
+def _require_unplanned(words: Sequence[str]) -> None:
+    """Refuse words that would be overwritten or have no effect.
+
+    Raises:
+        ConfigError: naming the word and what to pass.
+    """
+    from draftlab.cli.plan import PLANNED_KEYS
+
+    for word in words:
+        key = word.partition("=")[0]
+        if key in PLANNED_KEYS:
+            raise ConfigError(
+                f"{word}: the demo decides {key} by the time it has; pass minutes=NUMBER, or give "
+                "this word to draftlab train"
+            )
+        if key == "resume":
+            raise ConfigError(
+                f"{word}: equal words go on with a demo that was stopped; pass fresh=true to start "
+                "anew"
+            )
 
 
 def _open(minutes: float, is_fresh: bool, words: list[str], began: float) -> tuple["Demo", bool]:
@@ -62,6 +86,11 @@ def _open(minutes: float, is_fresh: bool, words: list[str], began: float) -> tup
     from draftlab.targets.load import resolve
 
     settings = settings_of(RunSettings, compose("train", words))
+    if settings.hardware.num_processes > 1:
+        raise ConfigError(
+            f"hardware.num_processes={settings.hardware.num_processes}: the demo runs in one "
+            "process; pass hardware.num_processes=1, or train with draftlab train"
+        )
     require_writable(settings.paths.outputs)
     require_tracker(settings.tracker)
     apply_hardware(settings.hardware)
@@ -128,12 +157,11 @@ class Demo:
     def _plan(self, settings: Any) -> Any:
         """Probe the machine once and let the settings fit the time; later runs keep that plan."""
         from draftlab.cli.plan import apply_to_eval, plan_stages
-        from draftlab.data.prompts import load_prompts
 
         if "plan" in self.stages:
             return settings
+        num_prompts = self._count_prompts(settings)
         rates = self._probe(settings)
-        num_prompts = len(load_prompts("train")[: settings.data.max_samples])
         plan = plan_stages(self.total_s, time.monotonic() - self._began, rates, num_prompts)
         print(plan.describe())
         sampled = {"temperature": 0.7, "top_p": 0.95} if plan.answers_per_prompt > 1 else {}
@@ -156,6 +184,17 @@ class Demo:
         self.run.write_config(settings.model_dump(mode="json"))
         self._mark("plan", {**asdict(plan), "rates": asdict(rates)})
         return settings
+
+    def _count_prompts(self, settings: Any) -> int:
+        """Count the chats that the target will answer: none where their answers are given."""
+        from draftlab.data.loader import read_training_chats
+        from draftlab.data.unasked import explain_unasked
+
+        cache = settings.paths.cache / "data"
+        chats = read_training_chats(settings.data, cache, lambda: self.target.tokenizer)
+        if settings.data.answers == "given":
+            return 0
+        return sum(explain_unasked(chat) is None for chat in chats.conversations)
 
     def _probe(self, settings: Any) -> Any:
         """Measure plain decoding at the three batch sizes that the stages use."""

@@ -9,6 +9,19 @@ from dataclasses import dataclass
 from draftlab.evaluation.settings import EvalSettings
 
 ANSWERING_SHARE = 0.42  # of what evaluation leaves; training has the rest
+PLANNED_KEYS = (
+    "eval.prompts_per_domain",
+    "eval.max_new_tokens",
+    "eval.speed_prompts_per_domain",
+    "eval.speed_max_new_tokens",
+    "regenerate.answers_per_prompt",
+    "regenerate.max_new_tokens",
+    "regenerate.prompts_per_shard",
+    "regenerate.temperature",
+    "regenerate.top_p",
+    "train.max_minutes",
+)
+"""Settings that the plan decides, whatever a recipe says."""
 
 _DOMAINS = 12
 _ARMS = 3  # baseline, baseline again, drafter
@@ -66,7 +79,8 @@ class StagePlan:
         eval_s: one drafter's evaluation, of two.
         answer_s: at most this long the target answers.
         train_s: optimizer steps.
-        num_prompts: training prompts that will be answered in that time, if the rates hold.
+        num_prompts: training prompts that will be answered in that time, if the rates hold; 0
+            where answers are given.
         answers_per_prompt: answers of each.
         answer_tokens: limit of an answer.
         prompts_per_domain: evaluation prompts.
@@ -117,6 +131,7 @@ class StagePlan:
         lines += [
             f"  {seconds:5.0f} s  {what}{': ' + note if note else ''}"
             for what, seconds, note in rows
+            if seconds > 0
         ]
         return "\n".join(lines)
 
@@ -128,7 +143,7 @@ def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) 
         total_s: the time given, seconds.
         spent_s: gone already.
         rates: of this machine.
-        num_prompts: training prompts there are.
+        num_prompts: training prompts for the target to answer; 0 where answers are given.
     """
     left = max(1.0, total_s * (1 - _RESERVE_SHARE) - _RESERVE_S - spent_s)
     allowed = min(0.21 * left, 240.0)
@@ -149,16 +164,16 @@ def plan_stages(total_s: float, spent_s: float, rates: Rates, num_prompts: int) 
         min(rounds),
     )
     one_round_s = rounds[limit]
-    answers = max(1, min(4, int(allowed / one_round_s)))
+    answers = max(1, min(4, int(allowed / one_round_s))) if num_prompts else 1
     answer_s = min(answers * one_round_s, allowed)
-    share = answer_s / (answers * one_round_s)
+    share = answer_s / (answers * one_round_s) if num_prompts else 0.0
     return StagePlan(
         total_s=total_s,
         spent_s=spent_s,
         eval_s=eval_s,
         answer_s=answer_s,
         train_s=max(_LEAST_TRAINING_S, rest - answer_s),
-        num_prompts=max(_DOMAINS, round(num_prompts * share)),
+        num_prompts=min(num_prompts, max(_DOMAINS, round(num_prompts * share))),
         answers_per_prompt=answers,
         answer_tokens=limit,
         prompts_per_domain=sizes[0],
