@@ -40,6 +40,9 @@ class Progress:
         best_by: what made it the best, such as "tau".
         best_score: that number of its probe.
         idle_probes: probes since then.
+        spent_s: of a time limit, seconds used up; None without a limit, and in older checkpoints.
+        counted_s: of them, each optimizer step since the last look at the pace.
+        looks: the plan's looks so far (plan.py).
     """
 
     step: int
@@ -51,6 +54,9 @@ class Progress:
     best_by: str | None = None
     best_score: float | None = None
     idle_probes: int = 0
+    spent_s: float | None = None
+    counted_s: tuple[float, ...] = ()
+    looks: tuple[tuple[int, int], ...] = ()
 
 
 class CheckpointFolder:
@@ -146,16 +152,34 @@ def read_state(folder: Path) -> tuple[Progress, dict[str, Tensor]]:
     Raises:
         CheckpointError: the folder is no checkpoint of a training.
     """
-    state = folder / "state"
+    progress = read_progress(folder)
     try:
-        progress = Progress(**json.loads((state / "state.json").read_text(encoding="utf-8")))
-        tensors = load_file(state / "tensors.safetensors")
-    except (OSError, TypeError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder} holds no training state that can be resumed ({error}); expected "
-            "state/state.json and state/tensors.safetensors; pass a folder checkpoints/step-*"
-        ) from None
-    return progress, tensors
+        return progress, load_file(folder / "state" / "tensors.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _no_state(folder, error) from None
+
+
+def read_progress(folder: Path) -> Progress:
+    """Read how far a training was.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint of a training.
+    """
+    try:
+        plain = json.loads((folder / "state" / "state.json").read_text(encoding="utf-8"))
+        # JSON has lists only
+        plain["counted_s"] = tuple(map(float, plain.get("counted_s", ())))
+        plain["looks"] = tuple((int(step), int(total)) for step, total in plain.get("looks", ()))
+        return Progress(**plain)
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise _no_state(folder, error) from None
+
+
+def _no_state(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds no training state that can be resumed ({error}); expected "
+        "state/state.json and state/tensors.safetensors; pass a folder checkpoints/step-*"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What a training set out to do, fixed once and kept in checkpoints/plan.json.
 
-A resumed training must be the same training: same data, same optimizer, same number of steps. A
-time limit is turned into a number of steps (time_limit.py); where a later look at the pace changes
-it, the plan keeps from which step on, so that a resumed run follows the schedule it had.
+A resumed training must be the same training: same data, same optimizer, same limits. A time limit
+is turned into a number of steps (time_limit.py); where a later look at the pace changes it, the
+plan keeps from which step on: that is the schedule the steps had. A checkpoint keeps number and
+looks as well, and a run with a time limit goes on with those: plan.json may be ahead of it.
 """
 
 import json

@@ -69,8 +69,9 @@ class TrainSettings(Settings):
     Attributes:
         max_steps: optimizer steps.
         max_epochs: passes over the rows.
-        max_minutes: time for the optimizer steps; turned into a number of steps once, at the start
-            (plan.py). Probes and checkpoints come on top.
+        max_minutes: time for the optimizer steps, over all resumes; turned into a number of steps
+            at the start and when the pace changes (time_limit.py). Probes and checkpoints come on
+            top.
         batch_rows: packed rows a process runs at once.
         accumulation: such batches added up before a step.
         row_tokens: length of a packed row, tokens; 2 or more.

@@ -7,7 +7,8 @@ What a step computes does not depend on how its rows are cut into processes and 
 is the sum over the step's sequences divided by their number, over all processes (case O-22), or,
 where a drafter averages tokens, over its predictions divided by their weight; the learning rate
 follows optimizer steps (O-23), and noise is keyed by sample. Everything that a step depends on is
-in the checkpoint or a function of (seed, step), so a killed run goes on bit for bit (O-20).
+in the checkpoint or a function of (seed, step), so a killed run goes on bit for bit (O-20). A time
+limit alone hangs on the clock (time_limit.py).
 """
 
 import logging
@@ -32,7 +33,13 @@ from draftlab.shapes import Tensor
 from draftlab.targets.sharding import whole_tensor
 from draftlab.targets.target import Target
 from draftlab.training.averaging import WeightAverage
-from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state, write_state
+from draftlab.training.checkpoints import (
+    CheckpointFolder,
+    Progress,
+    read_progress,
+    read_state,
+    write_state,
+)
 from draftlab.training.loss import DrafterLoss
 from draftlab.training.meter import Meter
 from draftlab.training.optim import build_optimizers, set_lr, trainable_parameters
@@ -53,7 +60,7 @@ log = logging.getLogger(__name__)
 Probe = Callable[[int, Drafter], dict[str, float] | None]
 LogNumbers = Callable[..., None]
 
-_KEPT_CHANGE = 0.05  # of the planned steps: less is the noise of a clock
+_KEPT_CHANGE = 0.05  # of the steps left: less is the noise of a clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ class Trainer:
             accumulation=train.accumulation,
             num_processes=self.accelerator.num_processes,
         )
-        self._plan, self._is_planned = self._make_plan(is_resumed=resume_from is not None)
+        self._plan = self._make_plan(is_resumed=resume_from is not None)
         self._is_sharded = is_sharded
         self._loss, self._optimizers, self._prepared = self._spread_over_processes()
         self._average: WeightAverage | None = None
@@ -350,7 +357,7 @@ class Trainer:
             )
         return None
 
-    def _make_plan(self, *, is_resumed: bool) -> tuple[TrainingPlan, bool]:
+    def _make_plan(self, *, is_resumed: bool) -> TrainingPlan:
         limits = {"max_steps", "max_epochs", "max_minutes", "precision"}
         steps = steps_within_limits(self.train, self._order.steps_per_epoch)
         plan = TrainingPlan(
@@ -364,26 +371,41 @@ class Trainer:
             total_steps=steps or 0,
             adapter=None if self.drafter.adapter is None else self.drafter.adapter.describe(),
         )
-        if is_resumed and (self._folder.root / "plan.json").is_file():
-            return plan.resume(self._folder.root), True
-        return plan, False
+        return plan.resume(self._folder.root) if is_resumed else plan
 
     def _fix_total_steps(self) -> None:
-        if self._is_planned:
-            return
         if self.train.max_minutes is not None:
-            self._time = TimeLimit(self.train.max_minutes, agree=self._agree)
-            fitting = self._time.measure(self._rehearse)
-            self._plan = replace(self._plan, total_steps=self._within_limits(fitting))
-            log.info(
-                "%g minutes allow %d optimizer steps; training %d",
-                self.train.max_minutes,
-                fitting,
-                self._plan.total_steps,
-            )
+            self._follow_clock(self.train.max_minutes)
         if self.accelerator.is_main_process:
             self._plan.write(self._folder.root)
-        self._is_planned = True
+
+    def _follow_clock(self, minutes: float) -> None:
+        """Start the time limit, or let it go on from where the checkpoint left off."""
+        if self._resume_from is None:
+            # also where a kill left plan.json alone: nothing is done, and nothing is spent
+            self._time = TimeLimit(minutes, agree=self._agree)
+            fitting = self._time.measure(self._rehearse)
+            total = self._within_limits(fitting)
+            self._plan = replace(self._plan, total_steps=total, looks=())
+            log.info("%g minutes allow %d optimizer steps; training %d", minutes, fitting, total)
+            return
+        progress = read_progress(self._resume_from)
+        if progress.spent_s is None:
+            total = self._plan.total_steps or progress.total_steps
+            self._plan = replace(self._plan, total_steps=total)
+            log.info(
+                "going on to step %d as planned: this checkpoint is of an older version and does "
+                "not tell how much of train.max_minutes=%g is spent",
+                total,
+                minutes,
+            )
+            return
+        spent, counted = progress.spent_s, progress.counted_s
+        self._time = TimeLimit(minutes, agree=self._agree, spent_s=spent, counted_s=counted)
+        # plan.json may know later looks, at the pace of steps that a kill took back
+        total, looks = progress.total_steps, progress.looks
+        self._plan = replace(self._plan, total_steps=total, looks=looks)
+        log.info("%.1f of %g minutes are spent, %d steps planned", spent / 60, minutes, total)
 
     def _within_limits(self, fitting: int) -> int:
         known = steps_within_limits(self.train, self._order.steps_per_epoch)
@@ -395,7 +417,7 @@ class Trainer:
         if self._time is None or not self._time.is_due(step, before):
             return
         total = max(step, self._within_limits(self._time.look(step)))
-        if abs(total - before) <= _KEPT_CHANGE * before:
+        if abs(total - before) <= _KEPT_CHANGE * (before - step):
             return
         self._plan = self._plan.look(step, total)
         if self.accelerator.is_main_process:
@@ -486,7 +508,7 @@ class Trainer:
         is_best: bool,
     ) -> None:
         epoch, position = divmod(step, self._order.steps_per_epoch)
-        best = self._best
+        best, limit = self._best, self._time
         progress = Progress(
             step=step,
             epoch=epoch,
@@ -497,6 +519,9 @@ class Trainer:
             best_by=self.train.best_by,
             best_score=None if best is None else best.score,
             idle_probes=self._idle_probes,
+            spent_s=None if limit is None else limit.spent_s,
+            counted_s=() if limit is None else tuple(limit.counted_s),
+            looks=self._plan.looks,
         )
 
         def write(folder: Path) -> None:
@@ -522,12 +547,6 @@ class Trainer:
                 # the process may have died between the checkpoint and its name
                 self._folder.name_best(progress.best_step)
         log.info("resumed from %s at step %d", folder, progress.step)
-        if self.train.max_minutes is not None and progress.step < self._plan.total_steps:
-            log.info(
-                "going on to step %d as planned; train.max_minutes=%g is not looked at again",
-                self._plan.total_steps,
-                self.train.max_minutes,
-            )
         return progress.step
 
     def _state(self) -> TrainingState:

@@ -6,7 +6,8 @@ from draftlab.training.checkpoints import CheckpointFolder, Progress, read_state
 
 
 def progress(step: int) -> Progress:
-    return Progress(step, 0, step, 100, None, None)
+    limit = {"spent_s": 0.1 + step, "counted_s": (0.1, 0.2), "looks": ((3, 90), (7, 95))}
+    return Progress(step, 0, step, 100, None, None, **limit)
 
 
 def commit(folder: CheckpointFolder, step: int, is_best: bool = False):
@@ -76,6 +77,14 @@ def test_a_pointer_to_nothing_is_an_error_that_says_what_to_do(tmp_path):
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no training state"):
         read_state(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}', '{"looks": [1]}'])
+def test_a_damaged_progress_is_refused(tmp_path, text):
+    place = commit(CheckpointFolder(tmp_path), 1)
+    (place / "state" / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match="no training state"):
+        read_state(place)
 
 
 def test_a_damaged_state_is_refused(tmp_path):

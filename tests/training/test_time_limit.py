@@ -87,9 +87,9 @@ def test_a_training_that_grew_is_looked_at_again():
         assert limit.is_due(step, 25) == (step == 5)
     limit.look(5)
     for step in range(6, 45):
-        limit.add_step(6.0)
+        limit.add_step(1.0)
         assert not limit.is_due(step, 244)
-    limit.add_step(6.0)
+    limit.add_step(1.0)
     assert limit.is_due(45, 244)
 
 
@@ -114,3 +114,59 @@ def test_every_process_follows_the_first_one():
         limit.add_step(1.0)
     assert limit.look(3) == 8
     assert len(told) == 3
+
+
+def run(limit, total, seconds):
+    """Take steps that last seconds(step) until the plan, which follows every look, is done."""
+    step = 0
+    while step < total:
+        step += 1
+        limit.add_step(seconds(step))
+        if limit.is_due(step, total):
+            total = max(step, limit.look(step))
+    return step
+
+
+@pytest.mark.parametrize("slower", [3, 10, 30])
+@pytest.mark.parametrize("since", [0, 100, 1000, 1800, 1950])
+def test_a_slow_down_at_any_time_does_not_overrun_the_limit(slower, since):
+    limit = TimeLimit(10.0, agree=alone)
+    total = limit.measure(lambda step: 0.3)
+    run(limit, total, lambda step: 0.3 * slower if step > since else 0.3)
+    assert 570 <= limit.spent_s <= 660
+
+
+def test_a_training_of_few_steps_ends_soon_after_its_time():
+    limit = TimeLimit(1.0, agree=alone)
+    assert limit.measure(lambda step: 2.0) == 26
+    # the two steps use the time up; one more is what a look always allows
+    assert run(limit, 26, lambda step: 30.0) == 3
+
+
+def test_time_is_not_agreed_on_at_every_step():
+    told = []
+
+    def tell(number):
+        told.append(number)
+        return number
+
+    limit = TimeLimit(10.0, agree=tell)
+    total = limit.measure(lambda step: 0.3)
+    run(limit, total, lambda step: 0.3)
+    assert len(told) < 0.15 * total
+
+
+def test_a_limit_goes_on_from_what_was_kept():
+    def seconds(step):
+        return 6.0 if step < 9 else 1.0
+
+    whole = busy_start()
+    for step in range(1, 12):
+        whole.add_step(seconds(step))
+    kept = TimeLimit(10.0, agree=alone, spent_s=whole.spent_s, counted_s=whole.counted_s)
+    for step in range(12, 40):
+        for limit in (whole, kept):
+            limit.add_step(seconds(step))
+        assert whole.is_due(step, 96) == kept.is_due(step, 96)
+        if kept.is_due(step, 96):
+            assert whole.look(step) == kept.look(step)

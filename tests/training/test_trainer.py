@@ -1,8 +1,6 @@
 import copy
-import itertools
 import json
 import math
-import shutil
 
 import pytest
 import torch
@@ -235,74 +233,112 @@ def test_the_running_mean_is_what_is_probed_and_saved(target, tmp_path):
         assert not torch.equal(saved[key], value)
 
 
-def test_a_time_limit_becomes_a_number_of_steps_once(target, tmp_path):
-    train = train_settings(max_steps=None, max_minutes=0.01, log_every_steps=1)
-    first, _, _ = run_training(tmp_path / "a", answers=ANSWERS, target=target, train=train)
-    plan = tmp_path / "a" / "plan.json"
-    began = json.loads(plan.read_text())
-    assert first.total_steps == began["total_steps"] >= 1
-    assert first.latest.name == f"step-{first.total_steps:06d}"
+class Killed(Exception):
+    pass
 
-    # a run that died before its first checkpoint keeps the number it began with
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "plan.json").write_text(json.dumps(began | {"total_steps": 5, "looks": []}))
-    second, _, numbers = run_training(
-        tmp_path / "b",
+
+class Machine:
+    """Turns the clock that a training sees, at a pace that hangs on the steps done; may kill it."""
+
+    def __init__(self, monkeypatch, pace, *, done=0, kill_after=None):
+        self.pace = pace
+        self.done = done
+        self.kill_after = kill_after
+        self.now = 0.0
+        self.recorder = Recorder()
+        monkeypatch.setattr("draftlab.training.trainer.time.perf_counter", self.read)
+
+    def read(self):
+        self.now += self.pace(self.done)
+        return self.now
+
+    def log(self, step, split, **numbers):
+        self.done = step
+        self.recorder(step, split, **numbers)
+        if step == self.kill_after:
+            raise Killed
+
+    def lr(self):
+        return self.recorder.column("train/lr")
+
+
+def train_by_clock(folder, target, machine, *, resume=False, **limits):
+    given = {"max_steps": None, "max_minutes": 0.5, "save_every_steps": 7, "keep_checkpoints": 99}
+    return run_training(
+        folder,
         answers=ANSWERS,
         target=target,
-        train=train,
-        resume_from=tmp_path / "b",
+        train=train_settings(**(given | limits)),
+        optim=optim_settings(schedule="linear", ema_decay=0.9),
+        metrics=machine.log,
+        resume_from=folder if resume else None,
     )
-    assert second.total_steps == 5
-    assert numbers.column("train/lr")[5] == pytest.approx(0.001)
 
 
-def slow_start(monkeypatch, *, slow_calls=24):
-    """Let a step take a second by the clock, and half of one after a while."""
-    calls = itertools.count()
-    clock = [0.0]
-
-    def read():
-        clock[0] += 1.0 if next(calls) < slow_calls else 0.5
-        return clock[0]
-
-    monkeypatch.setattr("draftlab.training.trainer.time.perf_counter", read)
+def busy_at_first(done):
+    return 1.0 if done < 12 else 0.5
 
 
-def test_a_slow_start_does_not_shorten_a_training_and_a_killed_one_follows_the_same_schedule(
+def test_a_slow_start_does_not_shorten_a_training(target, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    result, _, _ = train_by_clock(tmp_path, target, Machine(monkeypatch, busy_at_first))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (_, planned), *_ = plan["looks"]
+    assert planned == 11  # 30 s - 4 rehearsals of 2 s by that clock, at 2 s
+    assert result.total_steps == plan["total_steps"] == 12 + (30 - 8 - 12) * 2
+    assert "planned were 11" in caplog.text
+
+
+def test_a_training_with_a_time_limit_ends_alike_whenever_it_was_killed(
+    target, tmp_path, monkeypatch
+):
+    machine = Machine(monkeypatch, busy_at_first)
+    whole, drafter, _ = train_by_clock(tmp_path / "whole", target, machine)
+    plan = json.loads((tmp_path / "whole" / "plan.json").read_text())
+    looks = [step for step, _ in plan["looks"]]
+    # before the first checkpoint, between looks, after looks that only plan.json knows, at the end
+    for kill_after in (3, 10, looks[-1], whole.total_steps):
+        folder = tmp_path / str(kill_after)
+        with pytest.raises(Killed):
+            train_by_clock(
+                folder, target, Machine(monkeypatch, busy_at_first, kill_after=kill_after)
+            )
+        done = (kill_after - 1) // 7 * 7
+        again = Machine(monkeypatch, busy_at_first, done=done)
+        resumed, theirs, _ = train_by_clock(folder, target, again, resume=True)
+        assert resumed.total_steps == whole.total_steps
+        assert json.loads((folder / "plan.json").read_text()) == plan
+        assert again.lr() == {step: lr for step, lr in machine.lr().items() if step > done}
+        expected = drafter.state_dict()
+        assert all(torch.equal(x, expected[key]) for key, x in theirs.state_dict().items())
+
+
+def test_a_time_limit_holds_over_a_kill(target, tmp_path, monkeypatch):
+    with pytest.raises(Killed):
+        train_by_clock(tmp_path, target, Machine(monkeypatch, lambda done: 0.25, kill_after=80))
+    slow = Machine(monkeypatch, lambda done: 1.0, done=77)
+    result, _, _ = train_by_clock(tmp_path, target, slow, resume=True)
+    spent = json.loads((result.latest / "state" / "state.json").read_text())["spent_s"]
+    assert 29 <= spent <= 30
+    assert 77 < result.total_steps < 90
+
+
+def test_a_checkpoint_that_does_not_know_its_time_keeps_the_plan(
     target, tmp_path, monkeypatch, caplog
 ):
-    train = train_settings(
-        max_steps=None, max_minutes=1, save_every_steps=20, keep_checkpoints=9, log_every_steps=1
-    )
+    machine = Machine(monkeypatch, busy_at_first)
+    whole, _, _ = train_by_clock(tmp_path, target, machine)
+    (tmp_path / "latest").write_text("step-000007")
+    state = tmp_path / "step-000007" / "state" / "state.json"
+    known = json.loads(state.read_text())
+    older = {key: known[key] for key in known if key not in ("spent_s", "counted_s", "looks")}
+    state.write_text(json.dumps(older))
     caplog.set_level("INFO")
-    slow_start(monkeypatch)
-    whole, drafter, numbers = run_training(
-        tmp_path / "a", answers=ANSWERS, target=target, train=train
-    )
-    plan = json.loads((tmp_path / "a" / "plan.json").read_text())
-    (first, planned), *_ = plan["looks"]
-    assert (first, planned) == (5, 26)  # 60 s - 4 rehearsals of 2 s by that clock, at 2 s
-    assert whole.total_steps == plan["total_steps"] > 3 * planned
-    assert "planned were 26" in caplog.text
-    assert len(plan["looks"]) > 1
-
-    # killed after the looks were written, before a checkpoint was
-    killed = tmp_path / "b"
-    killed.mkdir()
-    shutil.copy(tmp_path / "a" / "plan.json", killed)
-    shutil.copytree(tmp_path / "a" / "step-000020", killed / "step-000020")
-    (killed / "latest").write_text("step-000020")
-    slow_start(monkeypatch, slow_calls=0)
-    resumed, again, rest = run_training(
-        killed, answers=ANSWERS, target=target, train=train, resume_from=killed
-    )
+    again = Machine(monkeypatch, lambda done: 9.0, done=7)
+    resumed, _, _ = train_by_clock(tmp_path, target, again, resume=True)
     assert resumed.total_steps == whole.total_steps
-    assert rest.column("train/lr") == {
-        step: lr for step, lr in numbers.column("train/lr").items() if step > 20
-    }
-    theirs = again.state_dict()
-    assert all(torch.equal(value, theirs[key]) for key, value in drafter.state_dict().items())
+    assert again.lr() == {step: lr for step, lr in machine.lr().items() if step > 7}
+    assert f"going on to step {whole.total_steps} as planned" in caplog.text
 
 
 def test_measuring_the_time_of_a_step_changes_nothing(target, tmp_path):
