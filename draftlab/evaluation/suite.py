@@ -213,6 +213,10 @@ def _choose(
     if not validation or not settings.draft_lengths or is_given:
         return None
 
+    if decode.fallback:
+        # a round that rests tells nothing of K; with fallback no round runs as a graph
+        decode = decode.model_copy(update={"fallback": False, "graphs": "off"})
+
     def decoder_at(length: int) -> Answers:
         return _decoder(target, drafter, decode, length)
 

@@ -10,6 +10,7 @@ import yaml
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.drafters.ngram import Ngram, NgramSettings
 from draftlab.errors import ConfigError
+from draftlab.evaluation.draft_length import choose_draft_length
 from draftlab.evaluation.files import read_eval
 from draftlab.evaluation.results import BASELINE
 from draftlab.evaluation.settings import EvalSettings
@@ -92,6 +93,25 @@ def test_a_given_k_is_kept(target, ngram):
     quick = SETTINGS.model_copy(update={"speed_prompts_per_domain": 0, "prompts_per_domain": 1})
     arm = evaluate(target, {"ngram": ngram}, prompts(), quick, fixed, validation=prompts(1)).arms[0]
     assert (arm.num_draft_tokens, arm.choice, arm.speed, arm.audit) == (3, None, None, None)
+
+
+def test_k_is_chosen_on_rounds_that_draft_though_the_evaluation_may_rest(
+    target, ngram, monkeypatch
+):
+    chosen = []
+
+    def choose(decoder_at, prompts, candidates, **rest):
+        chosen.append(decoder_at(candidates[-1]).settings)
+        return choose_draft_length(decoder_at, prompts, candidates, **rest)
+
+    monkeypatch.setattr("draftlab.evaluation.suite.choose_draft_length", choose)
+    resting = GREEDY.model_copy(update={"fallback": True})
+    quick = SETTINGS.model_copy(update={"speed_prompts_per_domain": 0, "prompts_per_domain": 1})
+    arm = evaluate(target, {"ngram": ngram}, prompts(), quick, resting, validation=prompts(1)).arms[
+        0
+    ]
+    assert arm.choice is not None
+    assert [(made.fallback, made.graphs) for made in chosen] == [(False, "off")]
 
 
 def test_the_files_hold_every_answer_and_step_and_no_text(evaluated):
