@@ -15,8 +15,8 @@ from draftlab.files import naming_refusals
 class MetricsLog:
     """Appends numbers to a file; a line that a crash tore is dropped on reopening.
 
-    A resumed run repeats steps after its last checkpoint. Readers get the last line of each
-    (step, split), so repeated steps count once.
+    A resumed run repeats steps after its last checkpoint, or ends before some of them, where a time
+    limit decides. Readers get none that were taken back, so repeated steps count once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,9 +56,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics file in order of time; of a repeated (step, split) the last.
+    """Read the rows of a metrics file in order of time, without those that a resume took back.
 
-    A torn last line is left out. Keys: step, time_s (seconds of work, over all resumes), split,
+    Of a repeated (step, split) that is all but the last; of steps after which the run went on from
+    an earlier one, all. A torn last line is left out. Keys: step, time_s (seconds of work, over all resumes), split,
     and the numbers.
 
     Raises:
@@ -67,8 +68,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     last: dict[tuple[int, str], dict[str, Any]] = {}
+    newest = 0
     for row in _rows(path):
         key = (row["step"], row["split"])
+        if row["step"] < newest:
+            last = {other: kept for other, kept in last.items() if other[0] <= row["step"]}
+        newest = row["step"]
         last.pop(key, None)
         last[key] = row
     return list(last.values())

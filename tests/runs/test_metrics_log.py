@@ -44,6 +44,21 @@ def test_a_repeated_step_counts_once_with_its_last_numbers(tmp_path):
     assert rows[1]["loss"] == 1.5
 
 
+def test_steps_that_a_resume_took_back_are_gone_though_never_repeated(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for steps in ((10, 20, 30, 40), (30,)):  # killed after 40, gone on from 20, ended at 30
+        log = MetricsLog(path)
+        for step in steps:
+            log.log(step, "train", loss=float(len(steps)))
+            log.log(step, "validation", tau=1.0)
+        log.close()
+    rows = read_metrics(path)
+    assert [(r["step"], r["split"]) for r in rows] == [
+        (step, split) for step in (10, 20, 30) for split in ("train", "validation")
+    ]
+    assert [r["loss"] for r in rows if r["split"] == "train"] == [4.0, 4.0, 1.0]
+
+
 def test_time_goes_on_after_a_resume(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "time_s": 100.0, "split": "train"}\n')
