@@ -59,8 +59,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a metrics file in order of time, without those that a resume took back.
 
     Of a repeated (step, split) that is all but the last; of steps after which the run went on from
-    an earlier one, all. A torn last line is left out. Keys: step, time_s (seconds of work, over all resumes), split,
-    and the numbers.
+    an earlier one, all. A torn last line is left out. Keys: step, time_s (seconds of work, over all
+    resumes), split, and the numbers.
 
     Raises:
         CheckpointError: a line before the last is no JSON object.
