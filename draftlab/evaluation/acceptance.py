@@ -13,7 +13,11 @@ REPEAT_LENGTH = 16
 
 
 def compute_acceptance(
-    generations: Sequence[Generation], *, seed: int, num_draws: int = NUM_DRAWS
+    generations: Sequence[Generation],
+    *,
+    seed: int,
+    depth: int | None = None,
+    num_draws: int = NUM_DRAWS,
 ) -> AcceptanceStats:
     """Compute acceptance over prompts, each with a cluster-bootstrap interval.
 
@@ -22,11 +26,14 @@ def compute_acceptance(
     Args:
         generations: answers of one drafter.
         seed: of the bootstrap.
+        depth: K, or levels of the tree, for records count nodes and a tree has more of them; None
+            takes the longest draft for a chain.
         num_draws: bootstrap samples behind each interval.
     """
     clusters = [g for g in generations if g.steps]
     steps = [step for g in clusters for step in g.steps]
-    depth = max((step.num_drafted for step in steps), default=0)
+    longest = max((step.num_drafted for step in steps), default=0)
+    depth = longest if depth is None else min(depth, longest)
 
     def ratio(
         over: Callable[[StepRecord], float], under: Callable[[StepRecord], float]

@@ -64,6 +64,11 @@ def describe_conditions(
         "versions": describe_versions(),
         "rule": decode.rule,
         "lossy": decode.lossy,
+        # like K, these make answers faster or slower and no others: evaluations that differ in
+        # them may be compared, and the comparison names them
+        "tree": None if decode.tree is None else decode.tree.model_dump(mode="json"),
+        "min_confidence": decode.min_confidence,
+        "fallback": decode.fallback,
         "eval": settings.model_dump(mode="json"),
         "rows_bitwise_equal": target.report.get("rows_bitwise_equal"),
     }

@@ -89,7 +89,8 @@ def audit(
         generations: the answers.
         baseline: the same prompts' answers without a drafter, to compare token by token.
         sampling: how the target was sampled.
-        draft_width: K, to calibrate the tolerance at the width of verification.
+        draft_width: draft nodes a step (K of a chain), to calibrate the tolerance at the width of
+            verification.
         prefill_tokens: as in decoding.
         ends_at_eos: False when end tokens were ignored on purpose.
         cache: scores by (prompt, output); arms with equal answers share them.
@@ -210,7 +211,7 @@ def measure_gap(
     Args:
         target: the target.
         answers: (prompt, output) pairs.
-        width: tokens of the wide pass: K + 1.
+        width: tokens of the wide pass: draft nodes + 1.
         prefill_tokens: prompt tokens a pass takes at most.
         sampling: makes laws of logits; what reads the context is left out.
     """

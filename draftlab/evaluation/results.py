@@ -53,7 +53,8 @@ class AcceptanceStats:
         acceptance_rate: accepted / drafted.
         survival: share of verify steps that accepted at least k draft tokens.
         alpha: of the steps that verified a draft token at depth k with all before it accepted, the
-            share that accepted it.
+            share that accepted it. Of a tree every step that accepted k - 1 tokens counts, also one
+            whose tree went no deeper there.
         overlap: mean of sum min(p, q) at depths reached; empty when greedy.
         emitted_histogram: verify steps that emitted 0, 1, 2, ... tokens.
         share_with_draft: share of verify steps that had at least one draft token.
@@ -269,13 +270,14 @@ class ArmResult:
         name: what the report calls it.
         kind: the drafter's kind.
         num_parameters: trainable parameters; 0 for n-gram.
-        num_draft_tokens: K it ran with.
+        num_draft_tokens: K it ran with: draft tokens of a chain, or levels of a tree.
         choice: how K was chosen; None when it was given.
         acceptance: all domains pooled.
         speed: all domains pooled; None when not timed.
         audit: of the timed outputs; None when not audited.
         domains: in the suite's order.
         is_lossy: its rule does not keep the target's law; its name says so too.
+        num_nodes: draft nodes of a tree at most; None for a chain.
     """
 
     name: str
@@ -288,6 +290,7 @@ class ArmResult:
     audit: AuditVerdict | None
     domains: tuple[DomainResult, ...]
     is_lossy: bool = False
+    num_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +355,16 @@ def differing_conditions(first: EvalResult, second: EvalResult) -> list[str]:
     ]
 
 
+def differing_drafts(first: EvalResult, second: EvalResult) -> list[str]:
+    """Name what the two drafted or accepted by, where they differ; older results tell the rule."""
+    one, two = first.conditions.details, second.conditions.details
+    return [
+        f"{key}: {one[key]!r} against {two[key]!r}"
+        for key in ("tree", "rule", "min_confidence", "fallback")
+        if key in one and key in two and one[key] != two[key]
+    ]
+
+
 def half_width(noise: Estimate | None) -> float:
     """How far from 1 the baseline measured against itself may lie; 0 where that was not run."""
     if noise is None or noise.low is None or noise.high is None:
@@ -365,7 +378,8 @@ def merge(first: EvalResult, second: EvalResult) -> EvalResult:
     Raises:
         ConfigError: the two were measured under different conditions, naming them.
     """
-    differing = differing_conditions(first, second)
+    # the report names one way of drafting for all arms
+    differing = differing_conditions(first, second) + differing_drafts(first, second)
     if first.suite != second.suite:
         differing.insert(0, f"suite: {first.suite!r} against {second.suite!r}")
     if differing:

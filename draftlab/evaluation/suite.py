@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftlab.decoding.decoder import Decoder
+from draftlab.decoding.plan import DraftPlan
 from draftlab.decoding.records import Generation
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.decoding.timing import DeviceClock
@@ -104,14 +105,11 @@ def evaluate(
     }
     records: list[AnswerRecord] = []
     answers: dict[str, list[Generation]] = {}
+    plans: dict[str, DraftPlan] = {}
     for name, drafter in drafters.items():
-        answers[name] = _decode_batched(
-            _decoder(target, drafter, decode, lengths[name], wants_overlaps=True),
-            places,
-            settings,
-            name,
-            report,
-        )
+        decoder = _decoder(target, drafter, decode, lengths[name], wants_overlaps=True)
+        plans[name] = decoder.plan
+        answers[name] = _decode_batched(decoder, places, settings, name, report)
         records += [
             AnswerRecord(name, "acceptance", place.domain, place.index, 0, answer)
             for place, answer in zip(places, answers[name], strict=True)
@@ -132,13 +130,13 @@ def evaluate(
             )
             for t in timings
         ]
-    audits = _audit_arms(target, drafters, lengths, timings, settings, decode, report)
+    audits = _audit_arms(target, plans, timings, settings, decode, report)
 
     arms = tuple(
         _arm_result(
             name,
             drafter,
-            lengths[name],
+            plans[name],
             choices[name],
             places,
             answers[name],
@@ -290,8 +288,7 @@ def _time_arms(
 
 def _audit_arms(
     target: Target,
-    drafters: Mapping[str, Drafter],
-    lengths: Mapping[str, int],
+    plans: Mapping[str, DraftPlan],
     timings: Sequence[Timing],
     settings: EvalSettings,
     decode: DecodeSettings,
@@ -302,7 +299,7 @@ def _audit_arms(
     # arms whose answers are equal share their scores, so a lossless run is scored once
     scores: dict[Answer, list[NarrowScore]] = {}
     verdicts = {}
-    for name in drafters:
+    for name, plan in plans.items():
         mine, theirs = _ordered(timings, name), _ordered(timings, BASELINE)
         if not mine:
             continue
@@ -311,7 +308,7 @@ def _audit_arms(
             mine,
             baseline=theirs,
             sampling=decode.sampling,
-            draft_width=lengths[name],
+            draft_width=plan.num_nodes,
             prefill_tokens=decode.prefill_tokens,
             ends_at_eos=not decode.ignore_eos,
             cache=scores,
@@ -328,7 +325,7 @@ def _ordered(timings: Sequence[Timing], arm: str) -> list[Generation]:
 def _arm_result(
     name: str,
     drafter: Drafter,
-    length: int,
+    plan: DraftPlan,
     choice: LengthChoice | None,
     places: Sequence[_Place],
     answers: Sequence[Generation],
@@ -344,7 +341,7 @@ def _arm_result(
         domains.append(
             DomainResult(
                 domain=domain,
-                acceptance=compute_acceptance(mine, seed=seed),
+                acceptance=compute_acceptance(mine, seed=seed, depth=plan.depth),
                 speed=compute_speed(timings, arm=name, baseline=BASELINE, prompts=indices),
             )
         )
@@ -352,13 +349,14 @@ def _arm_result(
         name=name,
         kind=drafter.kind,
         num_parameters=num_trainable(drafter),
-        num_draft_tokens=length,
+        num_draft_tokens=plan.depth,
         choice=choice,
-        acceptance=compute_acceptance(answers, seed=seed),
+        acceptance=compute_acceptance(answers, seed=seed, depth=plan.depth),
         speed=compute_speed(timings, arm=name, baseline=BASELINE),
         audit=verdict,
         domains=tuple(domains),
         is_lossy=any(answer.is_lossy for answer in answers),
+        num_nodes=None if plan.shape is None else plan.num_nodes,
     )
 
 

@@ -15,6 +15,7 @@ from draftlab.evaluation.results import (
     Estimate,
     EvalResult,
     differing_conditions,
+    differing_drafts,
 )
 from draftlab.reports import words
 from draftlab.reports.tables import Cell, Row, Table
@@ -71,6 +72,7 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
             cells = (Cell(words.count(defects[0])), Cell(words.count(defects[1])))
             change_cell = Cell(f"{defects[1] - defects[0]:+d}")
             rows.append(Row((Cell(f"{label}: defects"), *cells, change_cell, Cell(""))))
+    drafts = differing_drafts(one, two)
     lossy = dict.fromkeys(arm.name for arm in (*one.arms, *two.arms) if arm.is_lossy)
     remarks = [f"{name}: not lossless, its answers do not have the target's law." for name in lossy]
     return Table(
@@ -80,6 +82,7 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
         (
             "Change is the ratio of the two figures with a 95 % interval, prompts paired. Domains "
             "are many: of twelve without any difference, one in two tables shows one by chance.",
+            *([f"Drafted differently: {'; '.join(drafts)}."] if drafts else []),
             *remarks,
         ),
     )

@@ -15,8 +15,9 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ),
     (
         "verify step",
-        "One proposal of up to K draft tokens and one pass of the target over them. The pass that "
-        "yields the first token belongs to prefill and is no verify step.",
+        "One proposal of up to K draft tokens, or of a tree of K levels, and one pass of the "
+        "target over it. The pass that yields the first token belongs to prefill and is no verify "
+        "step.",
     ),
     (
         "acceptance rate",
@@ -29,7 +30,8 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     (
         "alpha at depth k",
         "Of the steps that proposed a token at depth k and accepted all before it, the share that "
-        "accepted it too. alpha 1 is how often the first guess is right.",
+        "accepted it too. alpha 1 is how often the first guess is right. Of a tree, whose paths "
+        "may end early, every step that accepted k - 1 tokens counts.",
     ),
     (
         "overlap at depth k",

@@ -194,7 +194,8 @@ def _conditions(result: EvalResult) -> tuple[tuple[str, str], ...]:
             f"{words.plural(settings.get('warmup_prompts', 0), 'warm-up prompt')}, "
             f"{words.plural(settings.get('repeats', 1), 'repeat')}",
         ),
-        ("K", ", ".join(f"{arm.name} {arm.num_draft_tokens}" for arm in result.arms)),
+        *_drafting(details),
+        ("drafts", ", ".join(f"{arm.name} {words.draft_size(arm)}" for arm in result.arms)),
         ("seed", settings.get("seed")),
         ("versions", ", ".join(f"{name} {v}" for name, v in versions.items() if v)),
     ]
@@ -215,6 +216,24 @@ def _others(given: ReportInput) -> tuple[tuple[str, str], ...]:
     if not given.others:
         return ()
     return (("also measured", f"{', '.join(given.others)}: reports in eval/ of the run"),)
+
+
+def _drafting(details: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Say how drafts were made and judged; of older results only the rule is known."""
+    rule = details.get("rule")
+    rows = [("acceptance rule", "auto: the best exact one" if rule == "auto" else rule)]
+    if "tree" in details:
+        tree = details["tree"] or {"kind": "chain"}
+        rest = [f"{key} {value}" for key, value in tree.items() if key != "kind"]
+        rows += [
+            ("shape of drafts", ", ".join([tree["kind"] + (" tree" if rest else ""), *rest])),
+            ("drafts end below a confidence of", details["min_confidence"]),
+            (
+                "fallback",
+                "plain decoding while drafting does not pay" if details["fallback"] else None,
+            ),
+        ]
+    return tuple((name, str(value)) for name, value in rows if value is not None)
 
 
 def _yes_no(value: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftlab.evaluation.results import ArmResult, Estimate, EvalResult
+from draftlab.reports import words
 
 # told apart by the colour-blind, and in print by their order
 COLOURS = ("#1f5f8b", "#c8702a", "#5a8f3c", "#8a5aa8", "#7a6a58")
@@ -127,7 +128,7 @@ def plot_step_time(result: EvalResult) -> str:
     timed: list[tuple[ArmResult, Any]] = [(arm, arm.speed) for arm in result.arms if arm.speed]
 
     def draw(axes: Any) -> None:
-        labels = ["no drafter"] + [f"{arm.name}, K = {arm.num_draft_tokens}" for arm, _ in timed]
+        labels = ["no drafter"] + [f"{arm.name}, {words.draft_size(arm)}" for arm, _ in timed]
         baseline = timed[0][1].baseline_step_s
         rows = [(0.0, baseline, 0.0, 0.0)]
         rows += [

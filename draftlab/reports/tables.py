@@ -92,7 +92,7 @@ def summary_table(result: EvalResult) -> Table:
             Row(
                 (
                     Cell(arm.name, _size(arm)),
-                    Cell(str(arm.num_draft_tokens)),
+                    Cell(str(arm.num_draft_tokens), words.nodes(arm)),
                     _cell(arm.acceptance.tau),
                     _share_cell(arm.acceptance.alpha[0]) if arm.acceptance.alpha else Cell("–"),
                     _share_cell(arm.acceptance.acceptance_rate),
@@ -163,7 +163,7 @@ def domain_table(arm: ArmResult) -> Table:
             "shown without an interval and supports no claim of its own."
         )
     return Table(
-        f"{arm.name}, K = {arm.num_draft_tokens}",
+        f"{arm.name}, {words.draft_size(arm)}",
         (
             "domain",
             "prompts",

@@ -78,6 +78,16 @@ def plural(n: int, word: str) -> str:
     return f"{count(n)} {word}" if n == 1 else f"{count(n)} {word}s"
 
 
+def draft_size(arm: ArmResult) -> str:
+    """Write how far an arm drafts: "K = 4", of a tree "K = 2, 9 nodes"."""
+    return ", ".join([f"K = {arm.num_draft_tokens}", *([nodes(arm)] if nodes(arm) else [])])
+
+
+def nodes(arm: ArmResult) -> str:
+    """Write how many nodes a tree has; nothing for a chain."""
+    return "" if arm.num_nodes is None else plural(arm.num_nodes, "node")
+
+
 def speed_side(speedup: Estimate, noise: float) -> Literal["faster", "slower", "unclear"]:
     """Decide what a speedup supports: its whole interval must clear 1 and the noise floor."""
     if speedup.low is None or speedup.high is None:
@@ -197,7 +207,7 @@ def _arm_line(arm: ArmResult, result: EvalResult) -> str:
     tau = arm.acceptance.tau
     bounds = f" ({interval(tau)})" if interval(tau) else ""
     line = (
-        f"{arm.name} (K = {arm.num_draft_tokens}): tau {number(tau.value)}{bounds}, "
+        f"{arm.name} ({draft_size(arm)}): tau {number(tau.value)}{bounds}, "
         f"{times(speedup.value)} ({span}, "
         f"{plural(speedup.num_prompts, 'prompt')}), {1 / arm.speed.baseline_token_s:.1f} to "
         f"{1 / arm.speed.token_s:.1f} tokens/s at batch 1"
