@@ -6,7 +6,8 @@ gave, lets finished rows go and new ones in. One graph for each (slots, draft sh
 all in one memory pool; buffers and graphs are kept for the next call. Read `StaticRunner.run`.
 
 Times: a stretch is timed as a whole and shared equally by its rounds, as `verify_s`; no stage can
-be told apart inside a graph.
+be told apart inside a graph. A row's time ends with its own last round: what a stretch runs behind
+it, because the host has not looked yet, is no decoding of that row.
 """
 
 from collections import deque
@@ -244,8 +245,10 @@ class StaticRunner:
     def _stretch(self, session: _Session, on_tokens: OnTokens | None) -> list[Generation]:
         """Run some rounds, then look at what they gave."""
         batch = session.batch
-        # the first token's time is told apart
-        rounds = 1 if any(row.is_fresh for row in batch.live) else self._rounds
+        # every round gives a row a token at least, so no row needs more rounds than it has room
+        rounds = min(self._rounds, max(row.limit - len(row.output_ids) for row in batch.live))
+        if any(row.is_fresh for row in batch.live):
+            rounds = 1  # the first token's time is told apart
         reach = rounds * (self._plan.depth + 1) + self._plan.num_nodes + 1
         live = min(_bucket(max(row.base for row in batch.live) + reach), session.capacity)
         # streams and captures are the current device's, which need not be the target's
@@ -265,16 +268,16 @@ class StaticRunner:
                 f"{rounds} rounds of {len(batch.live)} live rows on {self._target.device} gave no "
                 "token, so they did not run; pass decode.graphs=off, and report it"
             )
-        now = self._clock.read()
-        spent = (now - began) / rounds
+        spent = (self._clock.read() - began) / rounds
         finished = []
         for row in batch.live:
-            tokens = iter(told.tokens[row.slot])
+            tokens, now = iter(told.tokens[row.slot]), began
             for turn in range(rounds):
                 kept = [next(tokens) for _ in range(told.kept[turn][row.slot])]
                 if not kept:
                     break
                 count = told.accepted[turn][row.slot]
+                now += spent
                 self._take(row, kept, count, told.drafted[turn][row.slot], spent, now, batch)
                 if on_tokens is not None:
                     on_tokens(row.prompt_index, kept, min(count, len(kept)))

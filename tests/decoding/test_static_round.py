@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scripted import Scripted, ScriptedSettings, decode_settings
+from scripted import FakeClock, Scripted, ScriptedSettings, decode_settings
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,14 +137,14 @@ def trigram_of(target, prompts, settings):
     return Trigram(follows)
 
 
-def runner_of(target, drafter, settings, **choices):
+def runner_of(target, drafter, settings, *, clock=None, **choices):
     eos = frozenset() if settings.ignore_eos else frozenset(target.spec.eos_ids)
     return StaticRunner(
         target,
         drafter,
         settings,
         make_plan(settings, drafter),
-        clock=DeviceClock(target.device),
+        clock=clock or DeviceClock(target.device),
         eos_ids=eos,
         captures=False,
         **choices,
@@ -374,6 +374,43 @@ def test_tokens_are_told_round_by_round(fast, prompts):
         on_tokens=lambda index, tokens, accepted: told.append((index, tokens, accepted)),
     )
     assert told == [(0, [token], 0) for token in found[0].output_ids]
+
+
+def timed_answers(target, drafter, monkeypatch, prompts, limits, **words):
+    """Answers on a clock that only the target's passes in rounds move, one second each."""
+    clock, run, settings = FakeClock(), target.run, decode_settings(**words)
+
+    def timed_run(kv, step, *, wants_logits=True, **rest):
+        clock.pass_time(float(wants_logits))
+        return run(kv, step, wants_logits=wants_logits, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "run", timed_run)
+        runner = runner_of(target, drafter, settings, clock=clock, rounds=6)
+        sizes = {"limits": limits, "batch_size": len(prompts)}
+        found = answers_of(runner, target, drafter, settings, prompts, **sizes)
+    return found, clock.seconds
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_answers_time_ends_with_its_own_last_round(drafts, fast, prompts, monkeypatch):
+    drafter = trigram_of(fast, prompts, decode_settings()) if drafts else None
+    found, _ = timed_answers(fast, drafter, monkeypatch, prompts[:4], [20, 3, 9, 1])
+    assert [a.decode_s for a in found] == pytest.approx([len(a.steps) for a in found])
+    assert all(step.verify_s == pytest.approx(1.0) for a in found for step in a.steps)
+
+
+def test_an_end_token_ends_an_answers_time_too(fast, prompts, monkeypatch):
+    (free,) = Decoder(fast, None, decode_settings()).generate(prompts[:1], max_new_tokens=9)
+    monkeypatch.setattr(fast, "spec", replace(fast.spec, eos_ids=(free.output_ids[8],)))
+    (found,), _ = timed_answers(fast, None, monkeypatch, prompts[:1], [50], ignore_eos=False)
+    assert found.finish == "eos"
+    assert found.decode_s == pytest.approx(len(found.steps))
+
+
+def test_no_more_rounds_run_than_rows_have_room(fast, prompts, monkeypatch):
+    _, spent = timed_answers(fast, None, monkeypatch, prompts[:2], [20, 3])
+    assert spent == 20
 
 
 class NoSync(TorchDispatchMode):

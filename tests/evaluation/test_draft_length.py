@@ -61,6 +61,24 @@ def test_one_slow_moment_does_not_change_the_choice():
     assert choose(decoder_at).num_draft_tokens == choose(quiet).num_draft_tokens == 3
 
 
+def test_only_steps_count_in_what_a_step_costs():
+    class Slow(_Decoder):
+        def generate(self, prompts, *, max_new_tokens=None, batch_size=None, row_keys=None):
+            # the longer the drafts, the fewer steps share what lies between them
+            spent = 1.0 + sum(s.verify_s for s in self.steps)
+            return [generation(self.steps[: 7 - self.k], decode_s=spent) for _ in prompts]
+
+    class SlowAt(DecoderAt):
+        def __call__(self, k):
+            made = Slow(k, min(self.right, k), self.base + self.each * k)
+            made.k = k
+            return made
+
+    choice = choose(SlowAt(right=3, base=0.010, each=0.002), candidates=(1, 2, 3, 4, 6))
+    assert choice.num_draft_tokens == 3
+    assert [o.step_s for o in choice.options] == pytest.approx([0.012, 0.014, 0.016, 0.018, 0.022])
+
+
 def test_k_beyond_what_the_drafter_can_draft_is_not_tried():
     choice = choose(DecoderAt(right=9, base=0.010, each=0.0, deepest=3))
     assert [o.num_draft_tokens for o in choice.options] == [1, 2, 3]
