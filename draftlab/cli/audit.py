@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from draftlab.cli.disk import require_writable
-from draftlab.cli.words import split_words
+from draftlab.cli.words import refuse_replaced, split_words
 from draftlab.runs.run_dir import write_json
 from draftlab.settings.compose import compose
 
@@ -45,10 +45,15 @@ examples:
   draftlab audit drafter=ngram target=demo decode.rule=sampled_verify audit.samples=512
 """
 
+_REPLACED = {
+    "decode.max_new_tokens": "audit.max_new_tokens, or audit.sampled_tokens for sampled answers"
+}
+
 
 def run(args: Sequence[str]) -> int:
     """Audit, write audit.json, and say the verdict."""
     _, words = split_words(args, most=0)
+    refuse_replaced(words, "audit", _REPLACED)
     compose("audit", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters

@@ -22,7 +22,8 @@ from typing import Any
 from draftlab.cli.collect import Collected, collect_samples
 from draftlab.cli.drafters import open_drafter
 from draftlab.cli.estimate import Estimate, require_disk
-from draftlab.cli.families import Family, common_words, compose_families, share
+from draftlab.cli.eval import REPLACED
+from draftlab.cli.families import Family, common_words, compose_families, known_families, share
 from draftlab.cli.hardware import apply_hardware
 from draftlab.cli.launch import require_inputs
 from draftlab.cli.measure import measure_drafters, require_eval_prompts
@@ -30,7 +31,7 @@ from draftlab.cli.probe_table import list_probes
 from draftlab.cli.reporting import training_facts, write_report
 from draftlab.cli.show_table import show_table
 from draftlab.cli.train_job import find_needs, train_drafter
-from draftlab.cli.words import take_minutes
+from draftlab.cli.words import refuse_replaced, take_minutes
 from draftlab.errors import ConfigError, DraftlabError
 from draftlab.evaluation.conditions import describe_law
 from draftlab.evaluation.results import EvalResult, merge, read_result
@@ -70,6 +71,7 @@ def run(words: Sequence[str]) -> int:
         key, _, value = word.partition("=")
         if key.endswith("train.max_minutes"):
             raise ConfigError(f"{word}: all families train equally long; pass minutes={value}")
+    refuse_replaced(words, "bench families", REPLACED, groups=known_families())
     minutes, is_fresh, words = take_minutes(
         words, default=5.0, least=_LEAST_MINUTES, expected="training minutes a family, 0.01 to 1440"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from draftlab.cli.bench_out import find_out
-from draftlab.cli.words import read_options
+from draftlab.cli.words import read_options, refuse_replaced
 from draftlab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from draftlab.targets.target import Target
 
 _DEFAULTS = {"dtypes": "bf16,fp8", "out": ""}
+_REPLACED = {
+    "decode.max_new_tokens": "eval.max_new_tokens",
+    "decode.batch_size": "eval.batch_size",
+}
 _FAMILY = "bench-features"
 WITHIN, OUTSIDE, UNDECIDED = 0, 3, 4  # exit codes: done, a gate missed, a gate that cannot decide
 
@@ -66,6 +70,7 @@ def run(words: Sequence[str]) -> int:
     own = [word for word in words if word.startswith("bench.")]
     rest = [word for word in words if not word.startswith("bench.")]
     options = read_options(own, _DEFAULTS, group="bench.")
+    refuse_replaced(rest, "bench features", _REPLACED)
     dtypes = _read_dtypes(options["dtypes"])
     settings = _compose(rest)
     folder = settings.paths.outputs / "bench" / f"features-{datetime.now():%Y%m%d-%H%M%S}"

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from draftlab.cli.disk import require_writable
-from draftlab.cli.words import split_words
+from draftlab.cli.words import refuse_replaced, split_words
 from draftlab.errors import LosslessViolation
 from draftlab.settings.compose import compose
 
@@ -37,10 +37,17 @@ examples:
   draftlab eval drafters=[ngram,outputs/demo/20261129-101500-ab12]
 """
 
+# decode.* that a suite has its own of
+REPLACED = {
+    "decode.max_new_tokens": "eval.max_new_tokens, or eval.speed_max_new_tokens for timed answers",
+    "decode.batch_size": "eval.batch_size; answers are timed one at a time",
+}
+
 
 def run(args: Sequence[str]) -> int:
     """Measure, write the report, and say the verdict."""
     _, words = split_words(args, most=0)
+    refuse_replaced(words, "eval", REPLACED)
     compose("eval", words)  # a misspelt word is told before torch is loaded
     from draftlab.cli.drafters import compose_for_drafters, open_drafter
     from draftlab.cli.hardware import apply_hardware, place_drafters

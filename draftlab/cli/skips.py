@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from draftlab.cli.disk import require_writable
-from draftlab.cli.words import read_options, split_words
+from draftlab.cli.words import read_options, refuse_replaced, split_words
 from draftlab.errors import CheckpointError, ConfigError
 from draftlab.runs.run_dir import RunDir, create_run, open_run, write_json
 
@@ -38,6 +38,10 @@ examples:
 """
 
 _DEFAULTS = {"trials": "40", "prompts": "4", "tokens": "48", "resume": ""}
+_REPLACED = {
+    "decode.max_new_tokens": "tokens=NUMBER",
+    "decode.batch_size": "prompts=NUMBER; they are decoded one at a time",
+}
 _SHOWN = 10
 _FILE = "search.json"
 
@@ -49,6 +53,7 @@ def run(args: Sequence[str]) -> int:
     options = read_options(own, _DEFAULTS)
     trials, num_prompts, tokens = (_count(options, key) for key in ("trials", "prompts", "tokens"))
     rest = [word for word in words if word not in own]
+    refuse_replaced(rest, "skips", _REPLACED)
     settings, earlier = _choose(rest, options["resume"])
     from draftlab.cli.hardware import apply_hardware
     from draftlab.cli.measure import require_decoding, require_eval_prompts

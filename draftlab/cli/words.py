@@ -1,7 +1,7 @@
 """The one style of command lines: at most a few things, then key=value words."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from draftlab.errors import ConfigError
 
@@ -57,6 +57,30 @@ def read_options(
             raise ConfigError(f"unknown option {word!r}; known options: {known}")
         options[key] = value
     return options
+
+
+def refuse_replaced(
+    words: Sequence[str], command: str, replaced: Mapping[str, str], *, groups: Collection[str] = ()
+) -> None:
+    """Refuse words whose keys a command replaces by its own.
+
+    A limit that `decode.min_new_tokens` has to fit under is let through beside that word.
+
+    Args:
+        words: key=value words, as typed.
+        command: its name.
+        replaced: a key without effect -> what to pass instead.
+        groups: what may stand before a key, such as the families of a bench.
+
+    Raises:
+        ConfigError: naming the word and what to pass.
+    """
+    keys = [word.partition("=")[0] for word in words]
+    keys = [key.partition(".")[2] if key.partition(".")[0] in groups else key for key in keys]
+    for word, key in zip(words, keys, strict=True):
+        is_bound = key == "decode.max_new_tokens" and "decode.min_new_tokens" in keys
+        if key in replaced and not is_bound:
+            raise ConfigError(f"{word} has no effect on {command}; pass {replaced[key]}")
 
 
 def take_minutes(

@@ -63,6 +63,7 @@ def test_greedy_alone_leaves_the_sampled_part_out(words, tmp_path, capsys):
     [
         (["drafter=medusa"], "a kind that has to be trained"),
         (["audit.batch_size=1"], "audit.batch_size"),
+        (["decode.max_new_tokens=3"], "no effect on audit; pass audit.max_new_tokens"),
         (["decode.rule=exact_match"], "exact_match is for temperature 0"),
     ],
 )

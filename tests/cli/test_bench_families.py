@@ -157,6 +157,8 @@ def test_every_family_trains_and_decodes_without_a_defect(bench, tmp_path):
         ("fresh=yes", "fresh=yes: expected true or false"),
         ("train.max_minutes=3", "pass minutes=3"),
         ("eagle.train.max_minutes=3", "pass minutes=3"),
+        ("decode.batch_size=2", "decode.batch_size=2 has no effect on bench families; pass eval."),
+        ("eagle.decode.max_new_tokens=2", "no effect on bench families; pass eval.max_new_tokens"),
         ("hardware=ddp", "families are compared in one process"),
     ],
 )

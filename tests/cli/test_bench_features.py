@@ -116,6 +116,8 @@ def test_dtypes_are_read_with_and_without_brackets(text):
         (["regenerate.capture_features=false"], "keeps no features"),
         (["hardware.num_processes=2"], "runs in one process"),
         (["train.max_minutes=3"], "pass train.max_minutes=null train.max_steps=N"),
+        (["decode.max_new_tokens=3"], "no effect on bench features; pass eval.max_new_tokens"),
+        (["decode.batch_size=3"], "no effect on bench features; pass eval.batch_size"),
         (["train.patience=3"], "may end one arm before the other"),
     ],
 )

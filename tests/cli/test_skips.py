@@ -86,6 +86,11 @@ def test_a_search_interrupted_before_its_first_trial_leaves_no_run(
     ("extra", "message"),
     [
         (["trials=none"], "trials=none: expected a whole number from 1"),
+        (
+            ["decode.max_new_tokens=3"],
+            "decode.max_new_tokens=3 has no effect on skips; pass tokens=",
+        ),
+        (["decode.batch_size=3"], "no effect on skips; pass prompts="),
         (["drafter=ngram"], "searches for drafter=self_speculative"),
         (["resume=no/such/run"], "no run no/such/run"),
     ],

@@ -1,6 +1,6 @@
 import pytest
 
-from draftlab.cli.words import read_options, split_words
+from draftlab.cli.words import read_options, refuse_replaced, split_words
 from draftlab.errors import ConfigError
 
 
@@ -33,3 +33,12 @@ def test_options_of_a_group_are_named_as_they_are_typed():
     assert read_options(["bench.a=1"], {"a": "0"}, group="bench.") == {"a": "1"}
     with pytest.raises(ConfigError, match=r"option 'bench\.b=2'; known options: bench\.a="):
         read_options(["bench.b=2"], {"a": "0"}, group="bench.")
+
+
+def test_a_limit_is_let_through_beside_what_has_to_fit_under_it():
+    replaced = {"decode.max_new_tokens": "eval.max_new_tokens"}
+    words = ["decode=sampled", "decode.max_new_tokens=200"]
+    with pytest.raises(ConfigError, match="tokens=200 has no effect on eval; pass"):
+        refuse_replaced(words, "eval", replaced)
+    refuse_replaced([*words, "decode.min_new_tokens=150"], "eval", replaced)
+    refuse_replaced(["eagle.decode.max_new_tokens=200"], "eval", replaced)

@@ -60,6 +60,17 @@ def test_words_that_mean_nothing(refuse, no_target, command, words, message):
     assert message in refuse(command, *words)
 
 
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("decode.max_new_tokens=3", "eval.max_new_tokens, or eval.speed_max_new_tokens"),
+        ("decode.batch_size=2", "eval.batch_size"),
+    ],
+)
+def test_words_that_a_suite_has_its_own_of(refuse, no_target, word, instead):
+    assert f"{word} has no effect on eval; pass {instead}" in refuse("eval", "drafter=ngram", word)
+
+
 def test_an_unknown_recipe_names_near_ones(refuse, no_target):
     said = refuse("train", "recipe=eagle3/smollm2")
     assert "eagle3/smollm2-demo" in said
