@@ -74,18 +74,25 @@ def write_eval(
 ) -> None:
     """Write an evaluation. Lines of arms that `records` does not speak of are kept.
 
+    A line of an arm without a drafter says which drafters it was timed beside: every stage has a
+    baseline of its own, and speedups hold against that one alone.
+
     Args:
         folder: the suite's folder.
         result: what was found, earlier stages merged in.
         records: answers of this stage.
         decode_text: makes text of ids; given, prompts and answers are written as ids and text.
     """
-    arms = {record.arm for record in records}
+    drafters = {arm.name for arm in result.arms}
+    arms = [arm for arm in dict.fromkeys(r.arm for r in records) if arm in drafters]
+    beside: dict[str, dict[str, Any]] = {
+        r.arm: {} if r.arm in drafters else {"beside": arms} for r in records
+    }
     answers, steps = folder / "generations.jsonl", folder / "steps.jsonl"
-    answer_rows = (_answer_row(record, decode_text) for record in records)
-    _write_lines(answers, _other_arms(answers, arms), answer_rows)
-    step_rows = (row for record in records for row in _step_rows(record))
-    _write_lines(steps, _other_arms(steps, arms), step_rows)
+    answer_rows = (_answer_row(record, decode_text) | beside[record.arm] for record in records)
+    _write_lines(answers, _kept_rows(answers, arms, drafters), answer_rows)
+    step_rows = (row | beside[record.arm] for record in records for row in _step_rows(record))
+    _write_lines(steps, _kept_rows(steps, arms, drafters), step_rows)
     # last: where it stands, the lines stand too
     write_json(folder / "summary.json", result_to_json(result))
 
@@ -130,13 +137,25 @@ def _step_rows(record: AnswerRecord) -> Iterable[dict[str, Any]]:
         yield {**where, "step": number, **asdict(step)}
 
 
-def _other_arms(path: Path, arms: set[str]) -> list[str]:
+def _kept_rows(path: Path, anew: Sequence[str], drafters: set[str]) -> list[dict[str, Any]]:
+    """Read the rows that stay: of drafters not measured anew, and of the baselines beside them."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if json.loads(line)["arm"] not in arms]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    stay = dict.fromkeys(row["arm"] for row in rows if row["arm"] in drafters.difference(anew))
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if row["arm"] in stay:
+            kept.append(row)
+        elif row["arm"] not in drafters:
+            if "beside" not in row and stay:  # from before that was noted
+                kept.append(row)
+            elif beside := [arm for arm in row.get("beside", ()) if arm in stay]:
+                kept.append(row | {"beside": beside})
+    return kept
 
 
-def _write_lines(path: Path, kept: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    lines = [*kept, *(json.dumps(row) for row in rows)]
-    write_atomic(path, "".join(line + "\n" for line in lines))
+def _write_lines(
+    path: Path, kept: Sequence[dict[str, Any]], rows: Iterable[dict[str, Any]]
+) -> None:
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in (*kept, *rows)))

@@ -3,8 +3,10 @@
 In: two `Evaluation`s of the same conditions. Out: a `Table`. Read first: compare.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from draftlab.errors import ConfigError
 from draftlab.evaluation.files import Evaluation
@@ -43,6 +45,7 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
             + "; evaluate both under the same conditions"
         )
     rows: list[Row] = []
+    unpaired: list[str] = []
     for mine, theirs in _pair_arms(one, two):
         label = mine.name if mine.name == theirs.name else f"{mine.name} / {theirs.name}"
         pair = _Pair(_sums(first, mine.name), _sums(second, theirs.name))
@@ -62,11 +65,13 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
                     )
                 )
         if mine.speed and theirs.speed:
-            plain = _Pair(_sums(first, BASELINE), _sums(second, BASELINE))
-            change = pair.speedup_change(plain)
-            rows.append(
-                _row(f"{label}: decode speedup", mine.speed.speedup, theirs.speed.speedup, change)
-            )
+            name, speeds = f"{label}: decode speedup", (mine.speed.speedup, theirs.speed.speedup)
+            plain = _Pair(_own_baseline(first, mine), _own_baseline(second, theirs))
+            if plain.first and plain.second:
+                rows.append(_row(name, *speeds, pair.speedup_change(plain)))
+            else:
+                unpaired.append(label)
+                rows.append(_row(name, *speeds, _ratio(*speeds), reading="no interval"))
         if mine.audit and theirs.audit:
             defects = mine.audit.num_defects, theirs.audit.num_defects
             cells = (Cell(words.count(defects[0])), Cell(words.count(defects[1])))
@@ -74,7 +79,17 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
             rows.append(Row((Cell(f"{label}: defects"), *cells, change_cell, Cell(""))))
     drafts = differing_drafts(one, two)
     lossy = dict.fromkeys(arm.name for arm in (*one.arms, *two.arms) if arm.is_lossy)
-    remarks = [f"{name}: not lossless, its answers do not have the target's law." for name in lossy]
+    remarks = []
+    if drafts:
+        remarks.append(f"Drafted differently: {'; '.join(drafts)}.")
+    if unpaired:
+        remarks.append(
+            f"{', '.join(unpaired)}: the baseline's answers that it was timed beside are not kept, "
+            "so the change of its speedup is that of the two figures, without an interval."
+        )
+    remarks += [
+        f"{name}: not lossless, its answers do not have the target's law." for name in lossy
+    ]
     return Table(
         f"{names[1]} against {names[0]}",
         ("figure", *names, "change", "reading"),
@@ -82,7 +97,6 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
         (
             "Change is the ratio of the two figures with a 95 % interval, prompts paired. Domains "
             "are many: of twelve without any difference, one in two tables shows one by chance.",
-            *([f"Drafted differently: {'; '.join(drafts)}."] if drafts else []),
             *remarks,
         ),
     )
@@ -101,18 +115,45 @@ _Place = tuple[str, str, int]
 
 
 def _sums(evaluation: Evaluation, arm: str) -> dict[_Place, _Sums]:
+    return _add_up([row for row in evaluation.answers if row["arm"] == arm])
+
+
+def _add_up(rows: Sequence[Mapping[str, Any]]) -> dict[_Place, _Sums]:
     """Add up the repeats of each (phase, domain, prompt)."""
     sums: dict[_Place, _Sums] = {}
-    for row in evaluation.answers:
-        if row["arm"] == arm:
-            place = (row["phase"], row["domain"], row["prompt"])
-            old = sums.get(place, _Sums(0, 0, 0.0))
-            sums[place] = _Sums(
-                old.tokens + row["num_decoded_tokens"],
-                old.steps + row["num_steps"],
-                old.seconds + row["decode_s"],
-            )
+    for row in rows:
+        place = (row["phase"], row["domain"], row["prompt"])
+        old = sums.get(place, _Sums(0, 0, 0.0))
+        sums[place] = _Sums(
+            old.tokens + row["num_decoded_tokens"],
+            old.steps + row["num_steps"],
+            old.seconds + row["decode_s"],
+        )
     return sums
+
+
+def _own_baseline(evaluation: Evaluation, arm: ArmResult) -> dict[_Place, _Sums]:
+    """Add up the baseline that an arm was timed beside; nothing where its lines are gone.
+
+    Older files do not say which that is and keep the last stage's: what they hold is an arm's own
+    if it is as fast as the arm's figures say.
+    """
+    rows = [row for row in evaluation.answers if row["arm"] == BASELINE]
+    noted = [row for row in rows if arm.name in row.get("beside", ())]
+    if noted:
+        return _add_up(noted)
+    sums = _add_up([row for row in rows if "beside" not in row])
+    mine = _sums(evaluation, arm.name)
+    timed = [s for place, s in sums.items() if s.tokens and place in mine and mine[place].tokens]
+    tokens, seconds = sum(s.tokens for s in timed), sum(s.seconds for s in timed)
+    expected = arm.speed.baseline_token_s if arm.speed else math.nan
+    return sums if tokens and math.isclose(seconds / tokens, expected, rel_tol=1e-6) else {}
+
+
+def _ratio(first: Estimate, second: Estimate) -> Estimate:
+    """Give the change of two figures whose prompts cannot be paired."""
+    value = second.value / first.value if first.value and second.value else None
+    return Estimate(value, None, None, min(first.num_prompts, second.num_prompts), "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +232,9 @@ def _pair_arms(first: EvalResult, second: EvalResult) -> list[tuple[ArmResult, A
     return pairs
 
 
-def _row(name: str, one: Estimate, two: Estimate, change: Estimate) -> Row:
-    return Row((Cell(name), _figure(one), _figure(two), _change(change), Cell(_reading(change))))
+def _row(name: str, one: Estimate, two: Estimate, change: Estimate, *, reading: str = "") -> Row:
+    told = Cell(reading or _reading(change))
+    return Row((Cell(name), _figure(one), _figure(two), _change(change), told))
 
 
 def _figure(estimate: Estimate) -> Cell:

@@ -143,7 +143,45 @@ def test_a_second_stage_merges_and_keeps_the_lines_of_the_first(target, ngram, e
         target, {"other": ngram}, prompts(), SETTINGS, GREEDY, earlier=result, folder=tmp_path
     )
     assert [arm.name for arm in both.arms] == ["ngram", "other"]
-    assert {r["arm"] for r in read_eval(tmp_path).answers} == {"ngram", "other", BASELINE, AGAIN}
+    rows = read_eval(tmp_path).answers
+    assert {r["arm"] for r in rows} == {"ngram", "other", BASELINE, AGAIN}
+    # each drafter keeps the baseline it was timed beside, in both files
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    for lines in (rows, steps):
+        plain = [r["beside"] for r in lines if r["arm"] == BASELINE]
+        assert plain.count(["ngram"]) == plain.count(["other"]) == len(plain) / 2
+        assert not any("beside" in r for r in lines if r["arm"] in ("ngram", "other"))
+
+
+def test_a_drafter_measured_anew_loses_its_old_baseline_and_no_other(target, ngram, tmp_path):
+    quick = SETTINGS.model_copy(update={"audit": False, "draft_lengths": (), "noise_floor": False})
+
+    def stage(earlier, *names):
+        return evaluate(
+            target,
+            dict.fromkeys(names, ngram),
+            prompts(),
+            quick,
+            GREEDY,
+            earlier=earlier,
+            folder=tmp_path,
+        )
+
+    first = stage(None, "a", "b")
+    second = stage(first, "b")
+    plain = [r["beside"] for r in read_eval(tmp_path).answers if r["arm"] == BASELINE]
+    assert (plain.count(["a"]), plain.count(["b"]), len(plain)) == (4, 4, 8)
+    stage(second, "a", "b")
+    plain = [r["beside"] for r in read_eval(tmp_path).answers if r["arm"] == BASELINE]
+    assert plain == [["a", "b"]] * 4
+    # a file from before that was noted: its baseline stays while a drafter of it does
+    path = tmp_path / "generations.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(r | {"beside": None}) + "\n" for r in rows))
+    path.write_text(path.read_text().replace(', "beside": null', ""))
+    stage(second, "b")
+    plain = [r.get("beside") for r in read_eval(tmp_path).answers if r["arm"] == BASELINE]
+    assert (plain.count(None), plain.count(["b"])) == (4, 4)
 
 
 def test_a_stage_on_other_prompts_cannot_be_merged(target, ngram, evaluated):

@@ -18,11 +18,16 @@ def rows_of(arm, phase, *, tokens, steps, decode_s, num=12):
     ]  # fmt: skip
 
 
+def baseline_rows(*beside, decode_s):
+    rows = rows_of("baseline", "speed", tokens=100, steps=100, decode_s=decode_s)
+    return [row | {"beside": list(beside)} for row in rows]
+
+
 def evaluation(result, *, steps=50, decode_s=1.0):
     answers = [
         *rows_of("eagle3", "acceptance", tokens=100, steps=steps, decode_s=1.0),
         *rows_of("eagle3", "speed", tokens=100, steps=steps, decode_s=decode_s),
-        *rows_of("baseline", "speed", tokens=100, steps=100, decode_s=2.0),
+        *baseline_rows("eagle3", decode_s=2.0),
     ]
     return Evaluation(replace(result, arms=result.arms[1:]), tuple(answers))
 
@@ -48,6 +53,40 @@ def test_speedups_are_compared_against_each_run_s_own_baseline(result):
     rows = by_name(compare(evaluation(result), evaluation(result, decode_s=0.5)))
     assert rows["eagle3: decode speedup"][3].text == "+100.0 %"
     assert rows["eagle3: decode speedup"][4].text == "higher"
+
+
+def test_an_arm_is_paired_with_the_baseline_of_its_own_stage(result):
+    """The machine was half as fast in the stage of the other drafter."""
+    one = evaluation(result)
+    later = baseline_rows("ngram", decode_s=4.0)
+    two = Evaluation(one.result, (*later, *one.answers, *later))
+    rows = by_name(compare(one, two))
+    assert rows["eagle3: decode speedup"][3].text == "+0.0 %"
+
+
+def of_old_file(result, *, token_s):
+    """Baseline lines that do not say what they were timed beside, and an arm's figure of them."""
+    answers = [
+        {key: value for key, value in row.items() if key != "beside"}
+        for row in evaluation(result).answers
+    ]
+    arm = result.arms[1]
+    arms = (replace(arm, speed=replace(arm.speed, baseline_token_s=token_s)),)
+    return Evaluation(replace(result, arms=arms), tuple(answers))
+
+
+def test_old_files_are_paired_where_the_baseline_is_the_one_of_the_figures(result):
+    own = sum(2.0 * (1 + i) for i in range(12)) / sum(100 + i for i in range(12))
+    table = compare(of_old_file(result, token_s=own), evaluation(result, decode_s=0.5))
+    assert by_name(table)["eagle3: decode speedup"][4].text == "higher"
+
+
+def test_without_its_own_baseline_the_change_is_of_the_figures_and_says_so(result):
+    table = compare(of_old_file(result, token_s=1.0), evaluation(result, decode_s=0.5))
+    cells = by_name(table)["eagle3: decode speedup"]
+    assert [cell.text for cell in cells[3:]] == ["+0.0 %", "no interval"]
+    assert cells[3].note == ""
+    assert any("not kept" in remark for remark in table.remarks)
 
 
 def test_other_conditions_are_refused_and_named(result):
