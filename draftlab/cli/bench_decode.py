@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab.cli.words import read_options
+from draftlab.cli.words import read_options, refuse_replaced
 from draftlab.errors import ConfigError, DraftlabError
 from draftlab.targets.spec import name_with_quantisation
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {"prompts": "12", "tokens": "128", "repeats": "1", "vllm_python": "", "out": ""}
 _READ_EVAL_KEYS = ("eval.prompts=", "eval.seed=")
+_REPLACED = {
+    "decode.max_new_tokens": "bench.tokens",
+    "decode.batch_size": "bench.prompts; they are answered one at a time",
+}
 _WARMUP_PROMPTS = 2
 _HOST_PROMPTS, _HOST_TOKENS = 2, 48
 _HOST_BAR = 0.10
@@ -52,6 +56,7 @@ def run(words: Sequence[str]) -> int:
                 f"{word} has no effect on bench decode; expected bench.prompts, bench.tokens, "
                 "bench.repeats, eval.prompts or eval.seed"
             )
+    refuse_replaced(rest, "bench decode", _REPLACED)
     from draftlab.cli.bench_out import find_out
     from draftlab.cli.bench_peers import find_vllm, time_vllm
     from draftlab.cli.drafters import compose_for_drafters
@@ -109,7 +114,9 @@ def run(words: Sequence[str]) -> int:
         said.append(vllm)
     else:
         try:
-            peers, how = time_vllm(vllm, target, settings.target, prompts, tokens, repeats)
+            peers, how = time_vllm(
+                vllm, target, settings.target, settings.decode, prompts, tokens, repeats
+            )
             timings += peers
             said.append(how)
         except DraftlabError as error:  # minutes of measuring are not lost for a peer
@@ -126,7 +133,8 @@ def run(words: Sequence[str]) -> int:
             "rounds ran as CUDA graphs, whose parts no clock tells apart; draftlab bench gpu times "
             "them one by one"
         )
-    conditions = _conditions(target, len(prompts), tokens, repeats)
+    decode = settings.decode.model_copy(update={"max_new_tokens": tokens, "batch_size": 1})
+    conditions = _conditions(target, decode, len(prompts), repeats)
     for line in (*_MEANINGS, *conditions["lines"], *said):
         print(line)
     record = {"bench": "decode", "arms": lines, "said": said, "conditions": conditions}
@@ -321,15 +329,18 @@ def _ratio(found: "Mapping[str, Any] | Estimate | None") -> str:
     return f"{found['value']:.2f}{span}"
 
 
-def _conditions(target: "Target", prompts: int, tokens: int, repeats: int) -> dict[str, Any]:
+def _conditions(
+    target: "Target", decode: "DecodeSettings", prompts: int, repeats: int
+) -> dict[str, Any]:
+    from draftlab.evaluation.conditions import describe_law
     from draftlab.runs.provenance import describe_machine, describe_versions
 
     machine, versions, spec = describe_machine(), describe_versions(), target.spec
     named = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers"))
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) if target.device.type != "cpu" else ""
     lines = [
-        f"{prompts} prompts x {repeats}, at most {tokens} tokens each, batch 1, greedy, arms in "
-        "turns",
+        f"{prompts} prompts x {repeats}, at most {decode.max_new_tokens} tokens each, batch 1, "
+        f"{describe_law(decode)}{', past end tokens' if decode.ignore_eos else ''}, arms in turns",
         f"{name_with_quantisation(spec.name, spec.quantisation)}, {spec.dtype}, "
         f"kernels {target.report['kernels']}",
         f"{gpus or machine['cpu']}, {machine['torch_threads']} threads, {named}",
@@ -337,6 +348,7 @@ def _conditions(target: "Target", prompts: int, tokens: int, repeats: int) -> di
     return {
         "lines": lines,
         "target": spec.to_json(),
+        "decode": decode.model_dump(mode="json"),
         "machine": machine,
         "versions": versions,
         "kernels": target.report["kernels"],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from draftlab.errors import ConfigError, DraftlabError
 
 if TYPE_CHECKING:
+    from draftlab.decoding.settings import DecodeSettings
     from draftlab.evaluation.speed import Timing
     from draftlab.targets.settings import TargetSettings
     from draftlab.targets.target import Target
@@ -78,6 +79,7 @@ def time_vllm(
     python: Path,
     target: "Target",
     settings: "TargetSettings",
+    decode: "DecodeSettings",
     prompts: Sequence[Sequence[int]],
     tokens: int,
     repeats: int,
@@ -88,6 +90,7 @@ def time_vllm(
         python: has vLLM.
         target: the same weights are given to vLLM.
         settings: where those come from.
+        decode: greedy, without what transformers refuses; vLLM is told the same.
         prompts: token ids.
         tokens: length limit of an answer.
         repeats: times each prompt is timed.
@@ -111,27 +114,61 @@ def time_vllm(
             "trusts_code": settings.remote_code == "trust",
             "dtype": target.spec.dtype,
             "prompts": [list(ids) for ids in prompts],
-            "max_new_tokens": tokens,
+            "sampling": _sampling(decode, tokens, target.spec.eos_ids),
+            "logit_bias": list(decode.sampling.logit_bias),
             "max_length": max(map(len, prompts)) + tokens + 1,
             "kv_gib": _kv_gib(target, max(map(len, prompts)) + tokens),
-            "eos_ids": list(target.spec.eos_ids),
             "warmup_prompts": _WARMUP_PROMPTS,
             "repeats": repeats,
         }
+        unsure = _undrafted(decode)
         for arm, drafting in _ARMS.items():
+            if drafting and unsure:
+                continue
             print(f"{arm}: in a process of its own", flush=True)
             told, is_eager = _ask_twice(python, asked | {"drafting": drafting}, Path(folder))
             how.append(f"{arm} {'eager' if is_eager else 'compiled'}")
-            made += _timings(arm, told["answers"], prompts, target.spec.eos_ids)
+            made += _timings(arm, told["answers"], prompts, asked["sampling"]["stop_token_ids"])
     ours = torch.get_num_threads()
     lookup = (
-        f"K={_LOOKUP['num_speculative_tokens']}, matches of {_LOOKUP['prompt_lookup_max']} to "
-        f"{_LOOKUP['prompt_lookup_min']} tokens"
+        ""
+        if unsure
+        else (
+            f"; n-gram drafting K={_LOOKUP['num_speculative_tokens']}, matches of {_LOOKUP['prompt_lookup_max']} to "
+            f"{_LOOKUP['prompt_lookup_min']} tokens"
+        )
     )
     return made, (
-        f"vLLM {told['version']} ({', '.join(how)}; n-gram drafting {lookup}): after the others, "
-        f"{told['threads']} threads" + ("" if told["threads"] == ours else f", draftlab {ours}")
+        f"vLLM {told['version']} ({', '.join(how)}{lookup}): after the others, "
+        f"{told['threads']} threads"
+        + ("" if told["threads"] == ours else f", draftlab {ours}")
+        + (f"; its n-gram arm is left out: vLLM drafts without {', '.join(unsure)}" * bool(unsure))
     )
+
+
+def _sampling(decode: "DecodeSettings", tokens: int, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """Give vLLM's words for greedy decoding; bias, penalty and least length mean there what here.
+
+    Ids named as stops end an answer whatever `ignore_eos` says, so none is named with it.
+    """
+    return {
+        "temperature": 0.0,
+        "max_tokens": tokens,
+        "min_tokens": min(decode.min_new_tokens, tokens),
+        "stop_token_ids": [] if decode.ignore_eos else list(eos_ids),
+        "ignore_eos": decode.ignore_eos,
+        "repetition_penalty": decode.repetition_penalty,
+    }
+
+
+def _undrafted(decode: "DecodeSettings") -> list[str]:
+    """Name what is on that vLLM, by version, drops, refuses or does not draft with."""
+    on = {
+        "repetition_penalty": decode.repetition_penalty != 1,
+        "logit_bias": bool(decode.logit_bias),
+        "min_new_tokens": decode.min_new_tokens > 0,
+    }
+    return [key for key, is_on in on.items() if is_on]
 
 
 def _timings(

@@ -30,9 +30,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         **asked["drafting"],
     )
     limits = vllm.SamplingParams(
-        temperature=0.0,
-        max_tokens=asked["max_new_tokens"],
-        stop_token_ids=asked["eos_ids"],
+        **asked["sampling"],
+        logit_bias=dict(asked["logit_bias"]) or None,  # JSON has no numbers as keys
         detokenize=False,
     )
 

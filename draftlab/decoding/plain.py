@@ -73,6 +73,7 @@ class TransformersDecoding:
     def _answer(self, index: int, prompt: list[int], limit: int, key: int) -> Generation:
         model: Any = self._target.model
         eos_ids = self._target.spec.eos_ids
+        ends = [] if self._settings.ignore_eos else list(eos_ids)
         ids = torch.tensor([prompt], device=self._target.device)
         torch.manual_seed(derive_seed("plain", self._settings.seed, key))
         room = min(limit, self._target.spec.max_positions - len(prompt))
@@ -82,7 +83,7 @@ class TransformersDecoding:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=room,
-                eos_token_id=list(eos_ids),
+                eos_token_id=ends or None,
                 pad_token_id=eos_ids[0],
                 **self._law(room),
                 **self._extra,
@@ -96,7 +97,7 @@ class TransformersDecoding:
             prompt_index=index,
             prompt_ids=tuple(prompt),
             output_ids=tuple(answer),
-            finish="eos" if answer[-1] in eos_ids else "length",
+            finish="eos" if answer[-1] in ends else "length",
             steps=(rest,) if len(answer) > 1 else (),
             first_token_s=0.0,
             decode_s=spent,

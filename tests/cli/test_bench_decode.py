@@ -2,6 +2,7 @@
 
 import json
 import sys
+from ast import literal_eval
 
 import pytest
 
@@ -28,6 +29,10 @@ class LLM:
         self.given = given
     def generate(self, prompts, limits, use_tqdm):
         assert limits.given["temperature"] == 0.0 and prompts[0]["prompt_token_ids"]
+        if "NOTES" in os.environ:
+            drafts = "speculative_config" in self.given
+            with open(os.environ["NOTES"], "w") as file:
+                file.write(repr((drafts, limits.given)))
         return [Answer(list(range(1, 1 + limits.given["max_tokens"])))]
 """
 
@@ -71,6 +76,49 @@ def test_vllm_says_how_it_ran(capsys, tmp_path, fake_vllm, monkeypatch):
     assert "vLLM: left out" not in out
 
 
+def told_vllm(capsys, tmp_path, fake_vllm, monkeypatch, *words):
+    """Run the bench; give what it said, its record, whether vLLM drafted last, and its limits."""
+    monkeypatch.setenv("SERVING_PYTHON", fake_vllm)
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    out = tmp_path / "b.json"
+    assert main([*SMALL, f"bench.out={out}", "target.dtype=float32", *words]) == 0
+    drafts, limits = literal_eval((tmp_path / "notes").read_text())
+    said = " ".join(capsys.readouterr().out.split())
+    return said, json.loads(out.read_text()), drafts, limits
+
+
+def test_every_arm_goes_past_end_tokens_where_it_is_told_to(
+    capsys, tmp_path, fake_vllm, monkeypatch
+):
+    said, record, drafts, limits = told_vllm(
+        capsys, tmp_path, fake_vllm, monkeypatch, "decode.ignore_eos=true"
+    )
+    assert drafts
+    assert limits["ignore_eos"]
+    assert limits["stop_token_ids"] == []
+    assert "temperature 0 (greedy), past end tokens, arms in turns" in said
+    decode = record["conditions"]["decode"]
+    assert (decode["ignore_eos"], decode["max_new_tokens"], decode["batch_size"]) == (True, 6, 1)
+
+
+def test_vllm_is_told_penalties_and_biases_and_does_not_draft_with_them(
+    capsys, tmp_path, fake_vllm, monkeypatch
+):
+    words = ["decode.repetition_penalty=1.2", "decode.logit_bias={7: -2.5}"]
+    words += ["decode.min_new_tokens=9"]
+    said, record, drafts, limits = told_vllm(capsys, tmp_path, fake_vllm, monkeypatch, *words)
+    assert not drafts
+    assert limits["repetition_penalty"] == 1.2
+    assert limits["logit_bias"] == {7: -2.5}
+    assert limits["min_tokens"] == 6
+    assert not limits["ignore_eos"]
+    assert limits["stop_token_ids"]
+    assert "vllm ngram" not in [line["arm"] for line in record["arms"]]
+    left_out = "its n-gram arm is left out: vLLM drafts without repetition_penalty, logit_bias, min"
+    assert left_out in said
+    assert record["conditions"]["decode"]["repetition_penalty"] == 1.2
+
+
 def test_what_vllm_fails_with_is_told_beside_the_other_arms(
     capsys, tmp_path, fake_vllm, monkeypatch
 ):
@@ -105,6 +153,8 @@ def test_a_python_without_vllm_is_one_line_and_named_ones_are_checked(tmp_path, 
         ("bench.prompts=0", "bench.prompts='0': expected a number of at least 1"),
         ("bench.prompt=3", "unknown option 'bench.prompt=3'; known options: bench.prompts="),
         ("eval.repeats=2", "eval.repeats=2 has no effect on bench decode"),
+        ("decode.max_new_tokens=9", "no effect on bench decode; pass bench.tokens"),
+        ("decode.batch_size=2", "no effect on bench decode; pass bench.prompts"),
         ("decode=sampled", "bench decode compares greedy decoding"),
     ],
 )

@@ -50,6 +50,17 @@ def test_penalties_biases_and_a_least_length_equal_the_decoders(target, prompts)
     assert all(len(g.output_ids) >= 6 for g in theirs)
 
 
+@pytest.mark.parametrize("lookup", [None, 10])
+def test_end_tokens_are_gone_past_where_the_decoder_goes_past_them(target, prompts, lookup):
+    bias = dict.fromkeys(target.spec.eos_ids, 4.0)
+    settings = decode_settings(ignore_eos=True, max_new_tokens=20, logit_bias=bias)
+    ours = Decoder(target, None, settings).generate(prompts[:4])
+    assert any(set(g.output_ids[:-1]) & set(target.spec.eos_ids) for g in ours)
+    theirs = TransformersDecoding(target, settings, prompt_lookup=lookup).generate(prompts[:4])
+    assert [g.output_ids for g in theirs] == [g.output_ids for g in ours]
+    assert {g.finish for g in theirs} == {"length"}
+
+
 @pytest.mark.parametrize(
     "changes", [{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"stop": ["x"]}]
 )
