@@ -263,6 +263,8 @@ class Decoder:
         began = self.clock.read()
         tree = None
         is_resting = self._proposer.is_resting
+        # a drafter that was asked has cost its time, whether or not it gave anything
+        has_drafted = not is_resting and any(row.may_draft for row in batch.live)
         if not is_resting:
             self._watchers.catch_up(batch.state)
             tree = self._proposer.propose(batch, wants_points=self._judge.wants_points)
@@ -286,7 +288,7 @@ class Decoder:
             tree, probs if self._wants_overlaps else None, rows=len(batch.live)
         )
         times = (drafted - began, verified - drafted, committed - verified)
-        self._note(batch, tree, outcome, firsts, committed - began)
+        self._note(batch, outcome, firsts, committed - began, has_drafted=has_drafted)
         finished: list[Generation] = []
         for i, row in enumerate(batch.live):
             count, num_drafted = outcome.counts[i], outcome.drafts[i]
@@ -331,16 +333,17 @@ class Decoder:
     def _note(
         self,
         batch: Batch,
-        tree: DraftTree | None,
         outcome: Outcome,
         firsts: list[bool],
         seconds: float,
+        *,
+        has_drafted: bool,
     ) -> None:
         """Tell the fallback what the round cost and gave."""
         if self._fallback is None:
             return
         live = len(batch.live)
-        if tree is None:
+        if not has_drafted:
             self._fallback.note_plain(seconds=seconds, live=live)
             return
         gave = [

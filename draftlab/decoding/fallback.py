@@ -10,6 +10,7 @@ greedy texts do not either.
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 
 _WINDOW = 16
 _FEWEST = 4  # drafted rounds before the first judgement
@@ -37,17 +38,17 @@ class Fallback:
         return self._plain_rounds_left == 0
 
     def note_plain(self, *, seconds: float, live: int) -> None:
-        """Take in a round without drafts of `live` rows."""
+        """Take in a round of `live` rows in which the drafter was not asked."""
         self._plain_s.setdefault(live, deque(maxlen=_WINDOW)).append(seconds)
         self._plain_rounds_left = max(0, self._plain_rounds_left - 1)
 
     def note_drafted(self, *, seconds: float, live: int, tokens: float) -> None:
-        """Take in a round with drafts, and judge drafting when enough of them are known.
+        """Take in a round of the drafter, and judge drafting when enough of them are known.
 
         Args:
             seconds: of the round.
             live: rows in it.
-            tokens: accepted and next tokens a row, on average.
+            tokens: accepted and next tokens a row, on average; 1 where it proposed nothing.
         """
         self._drafted_s.setdefault(live, deque(maxlen=_WINDOW)).append(seconds)
         self._tokens.append(tokens)
@@ -59,7 +60,7 @@ class Fallback:
             self._plain_rounds_left = _FEWEST_PLAIN - len(known)
             return
         plain_s = statistics.median(known)
-        drafted_s = statistics.median(self._drafted_s[live])
+        drafted_s = _mean_without_extremes(self._drafted_s[live])
         if statistics.fmean(self._tokens) * plain_s >= drafted_s:
             self._pause = _FIRST_PAUSE
             self._judged_after = _FEWEST
@@ -68,3 +69,12 @@ class Fallback:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._tokens.clear()
         self._judged_after = _RETRY
+
+
+def _mean_without_extremes(seconds: Iterable[float]) -> float:
+    """Give the mean without the shortest and the longest, which a disturbance may have been.
+
+    Not the median: rounds with an empty draft cost less than others, and both count.
+    """
+    ordered = sorted(seconds)
+    return statistics.fmean(ordered[1:-1] or ordered)

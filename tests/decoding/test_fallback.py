@@ -1,13 +1,24 @@
 """Plain decoding while drafting does not pay, counted in work, never by a real clock."""
 
+from dataclasses import replace
+
 import pytest
-from scripted import FakeClock, Scripted, decode_settings, perfect, wrong_from
+import torch
+from scripted import (
+    FakeClock,
+    Scripted,
+    ScriptedSettings,
+    decode_settings,
+    perfect,
+    wrong_from,
+)
 
 from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.fallback import Fallback
 
 PASS_S, COLUMN_S, DRAFT_S = 1.0, 0.05, 0.2
 TOKENS = 400
+BUDGETED = {"kind": "budgeted", "max_nodes": 4, "top_k": 1, "depth": 4}
 
 
 def work_of(target, drafter, monkeypatch, prompts, **settings):
@@ -54,6 +65,47 @@ def test_an_always_wrong_drafter_costs_a_few_percent_at_most(
     assert text == [plain[0].output_ids]
     assert unguarded > 1.35 * alone
     assert guarded < 1.03 * alone
+
+
+class Unsure(Scripted, kind="unsure", settings=ScriptedSettings):
+    """Tells that its drafts are bad."""
+
+    def propose(self, state, budget, uniforms):
+        tree = super().propose(state, budget, uniforms)
+        return replace(tree, confidence=torch.full(tree.tokens.shape, 0.01))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda knows: Scripted(lambda prefix, depth: []), {}),
+        (lambda knows: Unsure(knows), {"min_confidence": 0.5}),
+        (lambda knows: Unsure(knows), {"tree": BUDGETED}),
+    ],
+    ids=["finds nothing", "unsure", "not worth its time"],
+)
+def test_a_drafter_whose_drafts_come_out_empty_rests_too(
+    make, words, target, prompts, plain, knows, monkeypatch
+):
+    alone, _ = work_of(target, None, monkeypatch, prompts[:1])
+    unguarded, _ = work_of(target, make(knows), monkeypatch, prompts[:1], **words)
+    guarded, text = work_of(target, make(knows), monkeypatch, prompts[:1], fallback=True, **words)
+    assert text == [plain[0].output_ids]
+    assert unguarded > 1.15 * alone
+    assert guarded < 1.07 * alone  # what passes cost is measured with 18 of them where that counts
+
+
+def test_rounds_with_and_without_drafts_both_count():
+    fallback = Fallback()
+    for _ in range(3):
+        fallback.note_plain(seconds=1.0, live=1)
+    # 1.9 tokens a round for 1.6 seconds, though most rounds take 2
+    for turn in range(200):
+        has_found = turn % 5 < 3
+        fallback.note_drafted(
+            seconds=2.0 if has_found else 1.0, live=1, tokens=2.5 if has_found else 1.0
+        )
+        assert turn < 16 or fallback.wants_draft
 
 
 def test_a_good_drafter_goes_on_drafting(target, prompts, knows, monkeypatch):
