@@ -77,6 +77,7 @@ def _export(words: Sequence[str], out: str | None) -> Any:
     target = load_target(settings.target)
     place_drafters(target, settings.hardware)
     drafter = open_drafter(name, target)
+    is_renamed = settings.export.target_name_or_path is not None
     return export_drafter(
         drafter,
         target.drafter_view,
@@ -87,6 +88,7 @@ def _export(words: Sequence[str], out: str | None) -> Any:
             }
         ),
         folder,
+        target_revision=None if is_renamed else settings.target.revision,
         history={**history, "training_length": length, "checkpoint": _checkpoint(run, source)},
     )
 
@@ -110,6 +112,6 @@ def _servable_name(target: Any) -> str | None:
         from draftlab.targets.demo import prepare_demo
 
         return str(prepare_demo(Path(target.cache_dir).expanduser()))
-    if target.source == "local":
+    if target.source in ("local", "gguf"):
         return str(Path(target.name).expanduser().absolute())
     return target.name

@@ -148,6 +148,7 @@ def export_drafter(
     settings: ExportSettings,
     folder: Path,
     *,
+    target_revision: str | None = None,
     history: Mapping[str, Any] | None = None,
 ) -> ExportResult:
     """Write a drafter in a serving format, with its model card and checksums.
@@ -157,6 +158,7 @@ def export_drafter(
         target: the target's identity, embedding and LM head.
         settings: format, and what the serve command says.
         folder: made by this call; appears only when everything is written and checked.
+        target_revision: of a hub target, what the server takes; None takes its newest.
         history: how the drafter was trained (drafter.json's `extra`), shown in the card;
             `training_length`, in tokens, and `checkpoint`, a name, go into config.json too.
 
@@ -183,12 +185,19 @@ def export_drafter(
         form.check(part, target)
         served_name = settings.target_name_or_path or target.spec.name
         command = serve_command(
-            served_name, served.method, folder, depth, served.options, served.overrides
+            served_name,
+            served.method,
+            folder,
+            depth,
+            served.options,
+            served.overrides,
+            revision=target_revision,
         )
         card = Card(
             title=folder.name if folder.name != form.name else f"{served.architecture} drafter",
             # a folder of this machine says nothing to other readers
             base_model=target.spec.name if Path(served_name).is_absolute() else served_name,
+            revision=target_revision,
             license=settings.license or _LICENSES.get(target.spec.source, "other"),
             library=served.library,
             architecture=served.architecture,

@@ -19,6 +19,7 @@ class Card:
     Attributes:
         title: heading.
         base_model: the target, as the command names it.
+        revision: of a hub target, where one is pinned.
         license: licence id.
         library: `library_name`.
         architecture: of the drafter.
@@ -30,6 +31,7 @@ class Card:
 
     title: str
     base_model: str
+    revision: str | None
     license: str
     library: str
     architecture: str
@@ -46,6 +48,8 @@ def serve_command(
     num_draft_tokens: int,
     options: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    *,
+    revision: str | None = None,
 ) -> str:
     """Give the shell command that serves a target with this drafter in vLLM."""
     # the method is always named: left out, it would be guessed from the folder's name
@@ -56,6 +60,8 @@ def serve_command(
         **options,
     }
     words = ["vllm", "serve", target]
+    if revision is not None:
+        words += ["--revision", revision]
     if overrides:
         words += ["--hf-overrides", json.dumps(dict(overrides))]
     # folders are named as they are written: a shell and JSON take any letter
@@ -82,6 +88,7 @@ def write_card(path: Path, card: Card, spec: TargetSpec, history: Mapping[str, A
         front["license_name"] = "as-the-base-model"
     facts = {
         "name": spec.name,
+        **({} if card.revision is None else {"revision": card.revision}),
         "quantisation": spec.quantisation,
         "weights checksum": spec.checksum[:16],
         "tokenizer checksum": spec.tokenizer_sha256[:16],

@@ -58,6 +58,21 @@ def test_the_serve_command_survives_the_shell(target, build, settings, tmp_path)
     }
 
 
+def test_a_pinned_target_is_served_as_it_was_loaded(target, build, settings, tmp_path):
+    result = export_drafter(
+        build("eagle3"),
+        target.view,
+        settings(target_name_or_path="org/model"),
+        tmp_path / "out",
+        target_revision="v1.0",
+    )
+    words = shlex.split(result.serve_command)
+    assert words[:5] == ["vllm", "serve", "org/model", "--revision", "v1.0"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert result.serve_command in card
+    assert "| revision | v1.0 |" in card
+
+
 def test_the_card_names_base_model_licence_tags_training_and_command(
     target, build, settings, tmp_path
 ):

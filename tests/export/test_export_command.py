@@ -1,15 +1,20 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from draftlab.cli.export import _servable_name
 from draftlab.cli.main import main
 from draftlab.drafters.store import save_drafter
 from draftlab.runs.run_dir import RunDir
 from draftlab.settings.locate import conf_dir
+from draftlab.targets.settings import TargetSettings
 from draftlab.targets.tiny import tiny_target
+
+FAKE = SimpleNamespace(folder="", architecture="", num_bytes=0, serve_command="")
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +100,26 @@ def test_an_exported_folder_named_as_a_drafter_says_which_run_or_checkpoint_to_n
     error = capsys.readouterr().err
     assert "is an export: serving engines read it, draftlab does not" in error
     assert f"pass the checkpoint {run.path.name}/step-000003" in error
+
+
+@pytest.mark.parametrize("source", ["local", "gguf"])
+def test_a_target_of_this_machine_is_served_from_any_folder(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = yaml.safe_load((conf_dir() / "target" / "tiny.yaml").read_text())
+    settings = TargetSettings.model_validate({**target, "source": source, "name": "models/x"})
+    assert _servable_name(settings) == str(tmp_path / "models" / "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "pinned"),
+    [([], "v1.0"), (["export.target_name_or_path=org/copy"], None)],
+)
+def test_the_revision_of_a_run_is_pinned_where_its_target_is_served(
+    run, monkeypatch, words, pinned
+):
+    given = {}
+    monkeypatch.setattr(
+        "draftlab.export.base.export_drafter", lambda *_, **more: given.update(more) or FAKE
+    )
+    assert main(["export", f"drafter={run.path}", "target.revision=v1.0", *words]) == 0
+    assert given["target_revision"] == pinned
