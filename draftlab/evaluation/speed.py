@@ -7,7 +7,7 @@ device; the time around the whole call is taken here.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from draftlab.decoding.records import Generation
@@ -118,7 +118,8 @@ def measure(
         done += 1
         if progress is not None:
             progress(done, total)
-        return generation
+        # of a call with one prompt it is 0, and the audit names prompts by it
+        return replace(generation, prompt_index=index)
 
     for index in range(min(warmup_prompts, len(prompts))):
         for name in names:

@@ -64,4 +64,4 @@ class ScriptedDecoder:
             )
             self.clock.now += self.draft_s + self.verify_s
             left -= emitted
-        return [generation(steps, index=row_keys[0])]
+        return [generation(steps)]

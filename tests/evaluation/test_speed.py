@@ -115,6 +115,12 @@ def test_equal_outputs_are_counted():
     assert compute_speed(timings, arm="drafter", baseline="baseline").num_identical == 9
 
 
+def test_answers_know_which_prompt_they_are_of():
+    clock = FakeClock()
+    timings = timed(arms(clock, per_step=4), clock)
+    assert [t.generation.prompt_index for t in timings] == [t.prompt for t in timings]
+
+
 def test_no_prompt_is_an_error_that_names_the_setting():
     with pytest.raises(ConfigError, match="speed_prompts_per_domain"):
         timed(arms(FakeClock(), per_step=2), FakeClock(), prompts=[])
