@@ -32,7 +32,9 @@ def run(args: Sequence[str]) -> int:
     shown = choose_evaluation(opened, suite)
     page, text = show_evaluation(opened, shown)
     print(f"report {page}\n       {text}")
-    others = [name for name in list_evaluations(opened) if name != shown]
+    # a search for the fullest has warned already
+    names = list_evaluations(opened, warns=suite is not None)
+    others = [name for name in names if name != shown]
     if others:
         print(f"of suite {shown}; suite=NAME shows another: {', '.join(others)}")
     return 0

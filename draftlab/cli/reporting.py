@@ -1,6 +1,7 @@
 """A run's report, from what lies in its folder: evaluation, metrics, provenance."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from draftlab.reports.facts import ReportInput, TrainingFacts
 from draftlab.reports.samples import pick_samples
 from draftlab.runs.metrics_log import read_metrics
 from draftlab.runs.run_dir import PROVENANCE, RunDir
+
+log = logging.getLogger(__name__)
 
 
 def write_report(
@@ -33,8 +36,13 @@ def write_report(
     fullest = list_evaluations(run)[0]
     if fullest == result.suite:
         return show_evaluation(run, fullest, pending=pending)
-    show_evaluation(run, fullest)
-    return html.write_report(run.eval_path(result.suite), _gather(run, result.suite, pending))
+    pages = html.write_report(run.eval_path(result.suite), _gather(run, result.suite, pending))
+    try:
+        show_evaluation(run, fullest)
+    except CheckpointError as error:
+        # what was just measured, a defect above all, is still to be told
+        log.warning("the report of %s stays as it is: %s", run.path, error)
+    return pages
 
 
 def show_evaluation(run: RunDir, suite: str, *, pending: tuple[str, ...] = ()) -> tuple[Path, Path]:
@@ -52,23 +60,36 @@ def show_evaluation(run: RunDir, suite: str, *, pending: tuple[str, ...] = ()) -
     return html.write_report(run.path, given, also=(run.eval_path(suite),))
 
 
-def list_evaluations(run: RunDir) -> list[str]:
+def list_evaluations(run: RunDir, *, warns: bool = True) -> list[str]:
     """List a run's evaluations by name, the fullest first, of equal ones the newest.
 
+    Args:
+        run: the run's folder.
+        warns: say which cannot be read (old or damaged ones); they are left out either way.
+
     Raises:
-        CheckpointError: there is none, or one that cannot be read.
+        CheckpointError: there is none that can be read.
     """
-    found = list(run.path.glob("eval/*/summary.json"))
+    found = sorted(run.path.glob("eval/*/summary.json"))
     if not found:
         raise CheckpointError(
             f"run {run.path} was never evaluated; draftlab eval drafter={run.path} does that"
         )
-
-    def fullness(path: Path) -> tuple[int, int, float]:
-        result = read_result(path)
-        return _most_tokens(result), len(result.arms), path.stat().st_mtime
-
-    return [path.parent.name for path in sorted(found, key=fullness, reverse=True)]
+    ranked: list[tuple[tuple[int, int, float], str]] = []
+    troubles: list[CheckpointError] = []
+    for path in found:
+        try:
+            result = read_result(path)
+            fullness = _most_tokens(path, result), len(result.arms), path.stat().st_mtime
+            ranked.append((fullness, path.parent.name))
+        except CheckpointError as error:
+            troubles.append(error)
+    if not ranked:
+        raise troubles[0]
+    if warns:
+        for error in troubles:
+            log.warning("left out: %s", error)
+    return [name for _, name in sorted(ranked, reverse=True)]
 
 
 def find_evaluation(run: RunDir, suite: str | None = None) -> Evaluation:
@@ -84,14 +105,18 @@ def choose_evaluation(run: RunDir, suite: str | None) -> str:
     """Give the name of an evaluation that is there: the one asked for, or the fullest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the one asked for cannot be read.
     """
+    if suite is None:
+        return list_evaluations(run)[0]
+    summary = run.eval_path(suite) / "summary.json"
+    if summary.is_file():
+        read_result(summary)
+        return suite
     names = list_evaluations(run)
-    if suite is not None and suite not in names:
-        raise CheckpointError(
-            f"run {run.path} has no evaluation of suite {suite!r}; it has {', '.join(names)}"
-        )
-    return suite or names[0]
+    raise CheckpointError(
+        f"run {run.path} has no evaluation of suite {suite!r}; it has {', '.join(names)}"
+    )
 
 
 def training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[TrainingFacts, ...]:
@@ -126,7 +151,7 @@ def _gather(run: RunDir, suite: str, pending: tuple[str, ...]) -> ReportInput:
         samples=pick_samples(evaluation),
         run=run.path.name,
         pending=pending,
-        others=[name for name in list_evaluations(run) if name != suite],
+        others=[name for name in list_evaluations(run, warns=False) if name != suite],
         provenance=_read_provenance(run.eval_path(suite)),
     )
 
@@ -134,15 +159,24 @@ def _gather(run: RunDir, suite: str, pending: tuple[str, ...]) -> ReportInput:
 def _read_provenance(folder: Path) -> dict[str, Any]:
     """Read which command made an evaluation; nothing of one from before that was written down."""
     path = folder / PROVENANCE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; delete it to do without") from None
 
 
-def _most_tokens(result: EvalResult) -> int:
+def _most_tokens(path: Path, result: EvalResult) -> int:
     """Count the tokens that an arm could give at most, in batches and timed."""
     same = result.conditions.comparable
-    timed = sum(min(n, same["speed_prompts_per_domain"]) for n in same["domains"].values())
-    batched = sum(same["domains"].values())
-    return batched * same["max_new_tokens"] + timed * same["speed_max_new_tokens"]
+    try:
+        timed = sum(min(n, same["speed_prompts_per_domain"]) for n in same["domains"].values())
+        batched = sum(same["domains"].values())
+        return batched * same["max_new_tokens"] + timed * same["speed_max_new_tokens"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot read evaluation {path}: its conditions lack what every evaluation has "
+            f"({type(error).__name__}: {error}); evaluate again"
+        ) from None
 
 
 def _training_minutes(steps: list[dict[str, Any]]) -> float:

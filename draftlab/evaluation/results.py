@@ -426,12 +426,12 @@ def read_result(path: Path) -> EvalResult:
     """Read a summary.json.
 
     Raises:
-        CheckpointError: missing, not JSON, or no evaluation.
+        CheckpointError: missing, not JSON, or no evaluation; it names the file.
     """
     import json
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return result_from_json(data if isinstance(data, dict) else {})
+    except (OSError, ValueError, CheckpointError) as error:
         raise CheckpointError(f"cannot read evaluation {path}: {error}") from None
-    return result_from_json(data if isinstance(data, dict) else {})

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,63 @@ def test_of_equally_full_evaluations_more_drafters_and_then_the_newest_come_firs
     assert main(["eval", f"drafter={run.path}", *FEW]) == 0
     assert list_evaluations(run) == ["smoke", "smoke-3", "smoke-2"]
     assert find_evaluation(run).result.suite == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"format": 0}', "has format 0; this version reads 1"),
+        ('{"format": 1, "sui', "Unterminated string"),
+        ("", "Expecting value"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_read_is_left_out_and_named(run, caplog, capsys, text, said):
+    assert main(["eval", f"drafter={run.path}", *FEW]) == 0
+    bad = run.eval_path("old") / "summary.json"
+    bad.parent.mkdir()
+    bad.write_text(text)
+    for words in (["report", run.path, "suite=smoke"], ["report", run.path]):
+        caplog.clear()
+        assert main([str(word) for word in words]) == 0
+        (warned,) = (r.getMessage() for r in caplog.records if "left out" in r.getMessage())
+        assert str(bad) in warned
+        assert said in warned
+    assert main(["compare", str(run.path), str(run.path), "suite=smoke"]) == 0
+    assert main(["report", str(run.path), "suite=old"]) == 2
+    assert f"cannot read evaluation {bad}: " in capsys.readouterr().err
+    (run.eval_path("smoke") / "summary.json").unlink()
+    assert main(["report", str(run.path)]) == 2
+    assert str(bad) in capsys.readouterr().err
+
+
+def test_conditions_that_lack_what_ranks_evaluations_are_no_traceback(run, caplog):
+    assert main(["eval", f"drafter={run.path}", *FEW]) == 0
+    shutil.copytree(run.eval_path("smoke"), run.eval_path("edited"))
+    data = summary_of(run, "edited")
+    del data["conditions"]["comparable"]["domains"]
+    (run.eval_path("edited") / "summary.json").write_text(json.dumps(data))
+    assert list_evaluations(run) == ["smoke"]
+    assert "KeyError: 'domains'" in caplog.text
+
+
+def test_a_defect_is_told_whatever_lies_beside_the_evaluation(run, monkeypatch, caplog, capsys):
+    """The fullest evaluation is damaged in a file that only its report reads."""
+    assert main(["eval", f"drafters=[ngram,{run.path}]", *FEW]) == 0
+    (run.eval_path("smoke") / "generations.jsonl").unlink()
+    (run.eval_path("old")).mkdir()
+    (run.eval_path("old") / "summary.json").write_text('{"format": 0}')
+    from draftlab.evaluation import suite
+
+    real = suite.audit
+    monkeypatch.setattr(
+        suite, "audit", lambda *args, **rest: replace(real(*args, **rest), num_defects=1)
+    )
+    words = ["eval=smoke", "eval.suite=quick", "eval.max_new_tokens=2", "hardware.threads=1"]
+    words += ["eval.speed_prompts_per_domain=1", "eval.speed_max_new_tokens=2"]
+    words += ["decode.num_draft_tokens=2"]
+    assert main(["eval", f"drafter={run.path}", *words]) == 3
+    assert "the audit found 1 defects" in capsys.readouterr().err
+    assert "stays as it is" in caplog.text
 
 
 def test_a_stage_that_is_still_to_come_is_named_in_the_runs_report(run):
