@@ -269,6 +269,7 @@ class StaticRunner:
                 "token, so they did not run; pass decode.graphs=off, and report it"
             )
         spent = (self._clock.read() - began) / rounds
+        sharing = [sum(map(bool, kept)) for kept in told.kept]  # rows that had not ended yet
         finished = []
         for row in batch.live:
             tokens, now = iter(told.tokens[row.slot]), began
@@ -278,7 +279,8 @@ class StaticRunner:
                     break
                 count = told.accepted[turn][row.slot]
                 now += spent
-                self._take(row, kept, count, told.drafted[turn][row.slot], spent, now, batch)
+                drafted = told.drafted[turn][row.slot]
+                self._take(row, kept, count, drafted, spent, now, live=sharing[turn])
                 if on_tokens is not None:
                     on_tokens(row.prompt_index, kept, min(count, len(kept)))
             if row.finish is not None:
@@ -293,14 +295,15 @@ class StaticRunner:
         drafted: int,
         spent: float,
         now: float,
-        batch: Batch,
+        *,
+        live: int,
     ) -> None:
         """Let the host's view of a row follow one round."""
         if row.is_fresh:
             row.first_token_at = now
         else:
             times = (0.0, spent, 0.0)
-            row.steps.append(StepRecord(drafted, count, len(kept), (), *times, len(batch.live)))
+            row.steps.append(StepRecord(drafted, count, len(kept), (), *times, live))
         row.emit(kept, self._eos)
         row.base += count + 1
         row.rounds += 1

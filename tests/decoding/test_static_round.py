@@ -413,6 +413,13 @@ def test_no_more_rounds_run_than_rows_have_room(fast, prompts, monkeypatch):
     assert spent == 20
 
 
+def test_a_step_is_shared_by_the_rows_that_have_not_ended(fast, prompts, monkeypatch):
+    found, spent = timed_answers(fast, None, monkeypatch, prompts[:3], [20, 3, 9])
+    assert [s.batch_live for s in found[0].steps] == [3] * 2 + [2] * 6 + [1] * 11
+    steps = [step for answer in found for step in answer.steps]
+    assert sum(s.verify_s / s.batch_live for s in steps) == pytest.approx(spent - 1)
+
+
 class NoSync(TorchDispatchMode):
     """Refuses what makes the host wait for a device, or copies a number to it."""
 
