@@ -53,6 +53,8 @@ def run(args: Sequence[str]) -> int:
     options = read_options(own, _DEFAULTS)
     trials, num_prompts, tokens = (_count(options, key) for key in ("trials", "prompts", "tokens"))
     rest = [word for word in words if word not in own]
+    if options["resume"]:  # these two are the search's own as well
+        rest += [word for word in own if word.startswith(("prompts=", "tokens="))]
     refuse_replaced(rest, "skips", _REPLACED)
     settings, earlier = _choose(rest, options["resume"])
     from draftlab.cli.hardware import apply_hardware

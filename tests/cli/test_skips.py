@@ -103,8 +103,11 @@ def test_words_that_cannot_work_are_refused(tmp_path, capsys, extra, message):
 def test_a_resumed_search_keeps_its_own_settings(words, tmp_path, capsys):
     assert main(["skips", *words, "trials=1"]) == 0
     run = the_run(tmp_path)
-    assert main(["skips", f"resume={run.path}", "decode=sampled"]) == 2
-    assert "only trials= may change" in capsys.readouterr().err
+    for word in ("decode=sampled", "tokens=64", "prompts=9"):
+        assert main(["skips", f"resume={run.path}", word]) == 2
+        said = capsys.readouterr().err
+        assert f"{word} has no effect with resume=" in said
+        assert "only trials= may change" in said
     (run.path / "search.json").write_text("{")
     assert main(["skips", f"resume={run.path}"]) == 2
     assert "start a new search" in capsys.readouterr().err
