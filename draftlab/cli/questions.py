@@ -49,11 +49,11 @@ def read_questions(prompt: str | None, prompts: str | None, cache_dir: Path) -> 
             + ("" if prompt is None else f"; not both prompt={prompt!r} and prompts={prompts}")
         )
     if prompts is None:
-        text = sys.stdin.read().strip() if prompt == _STDIN else prompt
+        text = _read_stdin().strip() if prompt == _STDIN else prompt
         if not text:
             raise ConfigError('nothing to answer: the prompt is empty; pass prompt="..."')
         return [_ask(text, "prompt")]
-    if Path(prompts).suffix in _CHATS:
+    if Path(prompts).suffix.lower() in _CHATS:
         found = _read_chats(Path(prompts).expanduser(), cache_dir)
     else:
         file = "stdin" if prompts == _STDIN else Path(prompts).name
@@ -71,12 +71,17 @@ def _ask(text: str, place: str) -> Question:
     return Question(text, place, ({"role": "user", "content": text},))
 
 
+def _read_stdin() -> str:
+    return sys.stdin.read().removeprefix("\ufeff")  # of a file made on Windows
+
+
 def _read_lines(prompts: str) -> list[str]:
+    """Part a text at newlines alone: a page break or U+2028 belongs to a question."""
     if prompts == _STDIN:
-        return sys.stdin.read().splitlines()
+        return _read_stdin().split("\n")
     path = Path(prompts).expanduser()
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         unpack = "; it is compressed by gzip: unpack it first" if path.suffix == ".gz" else ""
         raise ConfigError(f"cannot read prompts={path}: {error}{unpack}") from None

@@ -121,7 +121,7 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
     for given in paths:
         path = Path(given).expanduser()
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix in _SUFFIXES and p.is_file())
+            inside = sorted(p for p in path.iterdir() if _kind_of(p) in _SUFFIXES and p.is_file())
             if not inside:
                 raise DataError(f"{path} holds no {', '.join(_SUFFIXES)} file; give a data file")
             files.extend(inside)
@@ -147,8 +147,12 @@ def to_prompt(conversation: Conversation) -> Conversation | None:
     return replace(conversation, messages=tuple(messages)) if messages else None
 
 
+def _kind_of(path: Path) -> str:
+    return path.suffix.lower()
+
+
 def _rows_of(path: Path, cache_dir: Path, bad: list[BadLine]) -> Iterable[tuple[int, object]]:
-    if path.suffix == ".parquet":
+    if _kind_of(path) == ".parquet":
         return _load_dataset(
             "parquet", data_files=[str(path)], split="train", cache_dir=cache_dir, shown=path
         )
@@ -159,7 +163,7 @@ def _rows_of(path: Path, cache_dir: Path, bad: list[BadLine]) -> Iterable[tuple[
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"{path} is UTF-16 text, expected UTF-8; save it as UTF-8")
     data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark would hide the first row
-    if path.suffix == ".json" and data.lstrip()[:1] == b"[":
+    if _kind_of(path) == ".json" and data.lstrip()[:1] == b"[":
         return _json_items(path, data)
     return _json_lines(path, data, bad)
 

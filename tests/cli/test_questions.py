@@ -26,14 +26,29 @@ def test_a_text_file_holds_one_question_a_line(tmp_path):
     assert [q.place for q in found] == ["my questions (1).txt:1", "my questions (1).txt:3"]
 
 
-def test_a_file_of_chats_is_asked_for_the_next_turn(tmp_path):
-    path = tmp_path / "chats.jsonl"
+def test_a_text_is_parted_at_newlines_alone_and_its_mark_of_order_is_dropped(tmp_path, monkeypatch):
+    text = "\ufeffWhat?\r\nSum up: one\x0ctwo\nQuote: a\u2028b\x85c\nlast"
+    titles = ["What?", "Sum up: one\x0ctwo", "Quote: a\u2028b\x85c", "last"]
+    path = tmp_path / "q.txt"
+    path.write_bytes(text.encode())
+    found = read_questions(None, str(path), tmp_path)
+    assert [q.title for q in found] == titles
+    assert [q.place for q in found] == [f"q.txt:{number}" for number in range(1, 5)]
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert [q.title for q in read_questions(None, "-", tmp_path)] == titles
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffone\ntwo\n"))
+    assert [q.title for q in read_questions("-", None, tmp_path)] == ["one\ntwo"]
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.JSONL"])
+def test_a_file_of_chats_is_asked_for_the_next_turn(tmp_path, name):
+    path = tmp_path / name
     turns = [("system", "Be brief."), ("user", "Hi?"), ("assistant", "Ho."), ("user", "And?")]
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     path.write_text(f'{json.dumps(chat)}\n{{"prompt": "Why?"}}\n')
     found = read_questions(None, str(path), tmp_path)
     assert asked(found) == [("And?", ["system", "user", "assistant", "user"]), ("Why?", ["user"])]
-    assert [q.place for q in found] == ["chats.jsonl:1", "chats.jsonl:2"]
+    assert [q.place for q in found] == [f"{name}:1", f"{name}:2"]
 
 
 def test_stdin_is_many_questions_or_a_whole_one(tmp_path, monkeypatch):

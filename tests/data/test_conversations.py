@@ -104,10 +104,11 @@ def test_tool_arguments_keep_their_types(cases, tmp_path):
     assert chats["t4"].tools is None
 
 
-def test_a_json_list_is_read_as_rows(tmp_path):
-    path = tmp_path / "list.json"
+@pytest.mark.parametrize("name", ["list.json", "list.JSON"])
+def test_a_json_list_is_read_as_rows(tmp_path, name):
+    path = tmp_path / name
     path.write_text(json.dumps([{"prompt": "a"}, {"promt": "b"}]), encoding="utf-8")
-    with pytest.raises(DataError, match=r"list.json:2: no chat field \(fields: promt\)"):
+    with pytest.raises(DataError, match=rf"{name}:2: no chat field \(fields: promt\)"):
         read(path, tmp_path)
 
 
@@ -156,9 +157,9 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_folder_stands_for_its_data_files_in_name_order(tmp_path):
-    for name in ("b.jsonl", "a.json", "notes.txt"):
+    for name in ("b.jsonl", "a.json", "notes.txt", "C.JSONL"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
-    assert [path.name for path in list_files([tmp_path])] == ["a.json", "b.jsonl"]
+    assert [path.name for path in list_files([tmp_path])] == ["C.JSONL", "a.json", "b.jsonl"]
 
 
 def test_a_folder_without_data_files_is_refused(tmp_path):
