@@ -16,6 +16,7 @@ from draftlab.decoding.verify import (
 )
 from draftlab.drafters.tree import chain_of_points
 from draftlab.errors import ConfigError
+from draftlab.settings.locate import conf_dir
 
 PLAIN = {"greedy": False, "tree": False, "draws": True, "lossy": False}
 
@@ -90,3 +91,14 @@ def test_a_chosen_lossy_rule_takes_the_arguments_of_the_others():
     verdict = rule.verify(tree, probs, accept_uniforms=u.unsqueeze(1), next_uniforms=u)
     alone = verify_lossy_typical(tree, probs, next_uniforms=u, epsilon=0.2, delta=0.9)
     assert verdict.num_accepted.tolist() == alone.num_accepted.tolist() == [1]
+
+
+@pytest.mark.parametrize("key", ["epsilon", "delta", "threshold"])
+def test_the_limits_of_lossy_rules_stand_in_the_yaml_as_they_are_checked(key):
+    name = "threshold" if key == "threshold" else "typical"
+    given = {"epsilon": 0.1, "delta": 0.3} if name == "typical" else {}
+    with pytest.raises(ConfigError, match=rf"{key} in \(0, 1\)"):
+        choose_rule(name, **{**PLAIN, "lossy": True, **given, key: 1.0})
+    for path in (conf_dir() / "decode").glob("*.yaml"):
+        (line,) = [x for x in path.read_text().splitlines() if x.startswith(f"lossy_{key}:")]
+        assert "in (0, 1)" in line
