@@ -110,13 +110,13 @@ def _collect(settings: RunSettings, target: Target, folder: Path) -> tuple[Colle
     )
     needs = find_needs(settings, target)
 
-    def collect(max_new_tokens: int) -> Collected:
+    def collect(max_new_tokens: int, outputs: Path = folder) -> Collected:
         update = {"max_new_tokens": max_new_tokens, "answers_per_prompt": 1}
         return collect_samples(
             target,
             data,
             settings.regenerate.model_copy(update=update),
-            settings.paths.model_copy(update={"outputs": folder}),
+            settings.paths.model_copy(update={"outputs": outputs}),
             needs=needs,
             seed=settings.seed,
         )
@@ -125,8 +125,10 @@ def _collect(settings: RunSettings, target: Target, folder: Path) -> tuple[Colle
     if is_given:
         return collect(limit), None
     start = time.monotonic()
-    collect(min(_WARM_UP_TOKENS, limit))  # first calls allocate and are slow
-    per_token = (time.monotonic() - start) / _WARM_UP_TOKENS
+    few = min(_WARM_UP_TOKENS, limit)
+    # first calls allocate and are slow; apart, or equally short answers would be there already
+    collect(few, folder / "warm-up")
+    per_token = (time.monotonic() - start) / few
     tokens = min(limit, max(2 * _WARM_UP_TOKENS, round(_ANSWERING_S / per_token)))
     start = time.monotonic()
     collected = collect(tokens)

@@ -8,6 +8,7 @@ import pytest
 from draftlab.cli.launch import compose_run
 from draftlab.cli.main import main
 from draftlab.cli.pace import measure_pace
+from draftlab.decoding.regenerate import regenerate
 
 SMALL = ["recipe=smoke/tiny", "regenerate.max_new_tokens=8", "regenerate.batch_size=4"]
 
@@ -30,6 +31,18 @@ def test_hours_are_told_and_nothing_is_left_behind(temporary, capsys):
         assert line in out
     assert list(temporary.iterdir()) == []
     assert [path.name for path in (temporary.parent / "here").rglob("*") if path.is_dir()] == []
+
+
+def test_short_answers_are_given_when_they_are_timed_and_not_found(temporary, monkeypatch):
+    limits = []
+
+    def spy(target, questions, answering, store, **more):
+        limits.append(answering.max_new_tokens)
+        return regenerate(target, questions, answering, store, **more)
+
+    monkeypatch.setattr("draftlab.cli.collect.regenerate", spy)
+    measure_pace(compose_run([*SMALL, "regenerate.max_new_tokens=3"])[0])
+    assert limits == [3, 3]
 
 
 def test_given_answers_are_trained_on_and_not_answered(temporary):
