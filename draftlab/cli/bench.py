@@ -67,7 +67,8 @@ Samples/s, tokens/s and peak memory of each family's optimizer steps after warm-
 process of its own. target=demo takes each family's recipe, other targets conf/drafter.
 
   bench.steps=5 bench.warmup=2           optimizer steps that count, and before them
-  bench.sample_tokens=192 bench.answer_tokens=96   a sample's length, and how much of it is learned
+  bench.sample_tokens=192 bench.answer_tokens=96   a sample's length, and how much of it is learned;
+                               no sample is longer than a row (train.row_tokens) or the target reads
   train.batch_rows=4 train.row_tokens=512 train.precision=bf16 optim=muon ...   as in training
   regenerate.capture_features=false      the target computes its hidden states in every step
   bench.out=FILE.json                    default: OUTPUTS/bench/train-TIME.json

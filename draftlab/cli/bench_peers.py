@@ -131,15 +131,11 @@ def time_vllm(
             made += _timings(arm, told["answers"], prompts, asked["sampling"]["stop_token_ids"])
     ours = torch.get_num_threads()
     lookup = (
-        ""
-        if unsure
-        else (
-            f"; n-gram drafting K={_LOOKUP['num_speculative_tokens']}, matches of {_LOOKUP['prompt_lookup_max']} to "
-            f"{_LOOKUP['prompt_lookup_min']} tokens"
-        )
+        f"; n-gram drafting K={_LOOKUP['num_speculative_tokens']}, matches of "
+        f"{_LOOKUP['prompt_lookup_max']} to {_LOOKUP['prompt_lookup_min']} tokens"
     )
     return made, (
-        f"vLLM {told['version']} ({', '.join(how)}{lookup}): after the others, "
+        f"vLLM {told['version']} ({', '.join(how)}{'' if unsure else lookup}): after the others, "
         f"{told['threads']} threads"
         + ("" if told["threads"] == ours else f", draftlab {ours}")
         + (f"; its n-gram arm is left out: vLLM drafts without {', '.join(unsure)}" * bool(unsure))
