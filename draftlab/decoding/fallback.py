@@ -54,8 +54,8 @@ class Fallback:
         self._tokens.append(tokens)
         if len(self._tokens) < self._judged_after:
             return
-        nearest = min(self._plain_s, key=lambda known: abs(known - live), default=live)
-        known = self._plain_s.get(nearest, ())
+        # of this many rows alone: what a plain round of others costs says little
+        known = self._plain_s.get(live, ())
         if len(known) < _FEWEST_PLAIN:
             self._plain_rounds_left = _FEWEST_PLAIN - len(known)
             return

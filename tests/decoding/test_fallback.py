@@ -171,6 +171,21 @@ def test_pauses_double_while_drafting_keeps_failing_and_shrink_when_it_pays():
     assert pauses[4] == 16
 
 
+def test_drafting_is_judged_by_plain_rounds_of_as_many_rows():
+    fallback = Fallback()
+    for _ in range(3):
+        fallback.note_plain(seconds=0.8, live=8)
+    drafted, plain = 0, 0
+    for _ in range(400):
+        if fallback.wants_draft:
+            fallback.note_drafted(seconds=0.2, live=1, tokens=1.0)
+            drafted += 1
+        else:
+            fallback.note_plain(seconds=0.1, live=1)
+            plain += 1
+    assert drafted < 0.05 * plain
+
+
 def test_one_slow_plain_round_does_not_keep_a_bad_drafter_drafting():
     fallback = Fallback()
     fallback.note_plain(seconds=50.0, live=1)  # the very first pass warms up
