@@ -239,7 +239,7 @@ class FamiliesBench:
             found = read_result(run.eval_path(family.settings.eval.suite) / "summary.json")
             merged = found if merged is None else merge(merged, found)
             metrics = read_metrics(run.metrics_path)
-            facts = training_facts(run, metrics)
+            facts = training_facts(run, metrics, found)
             training += facts
             points = (
                 ProbePoint(p.step, p.loss, p.tau, p.tokens_per_s) for p in list_probes(metrics)

@@ -37,7 +37,9 @@ def open_drafter(name: str | DrafterSettings, target: Target) -> Drafter:
     elif name in _kinds():
         drafter = open_drafter(_settings_of_kind(name), target)
     else:
-        drafter = load_drafter(find_drafter_folder(name), target.drafter_view)
+        folder = find_drafter_folder(name).resolve()
+        drafter = load_drafter(folder, target.drafter_view)
+        drafter.folder = folder
     return drafter.to(device=target.drafter_view.device, dtype=target.dtype).eval()
 
 

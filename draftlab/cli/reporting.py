@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,26 +120,57 @@ def choose_evaluation(run: RunDir, suite: str | None) -> str:
     )
 
 
-def training_facts(run: RunDir, metrics: list[dict[str, Any]]) -> tuple[TrainingFacts, ...]:
-    """Read how the run's drafter was trained; nothing when there is no checkpoint yet."""
-    folder = run.pointed("best") or run.pointed("latest")
+def training_facts(
+    run: RunDir, metrics: list[dict[str, Any]], result: EvalResult
+) -> tuple[TrainingFacts, ...]:
+    """Read how the run's drafter was trained, an entry for each of its checkpoints evaluated.
+
+    Where an evaluation does not say which that were, one entry without the step. Nothing when there
+    is no checkpoint yet, or none that can be read.
+    """
     steps = [row for row in metrics if row["split"] == "train"]
-    if folder is None or not steps:
+    card = _read_card(run) if steps else None
+    if card is None:
         return ()
-    # read as it is: what would check it needs torch, and a report is written without
-    card = json.loads((folder / "drafter.json").read_text(encoding="utf-8"))
+    measured = [
+        (arm.name, _step_of(run, Path(arm.folder))) for arm in result.arms if arm.folder is not None
+    ]
+    own = [(name, step) for name, step in measured if step is not None]
     data = card["extra"].get("data", {})
-    return (
+    return tuple(
         TrainingFacts(
-            drafter=card["kind"],
+            drafter=name,
             num_steps=max(row["step"] for row in steps),
             minutes=_training_minutes(steps),
             num_tokens=data.get("num_answer_tokens") or data.get("data", {}).get("num_learned", 0),
             num_conversations=data.get("num_answers") or data.get("data", {}).get("num_samples", 0),
             data=_describe_data(data),
-            best_step=int(folder.name.rpartition("-")[2]),
-        ),
+            measured_step=step,
+        )
+        for name, step in own or [(card["kind"], None)]
     )
+
+
+def _read_card(run: RunDir) -> dict[str, Any] | None:
+    """Read what the newest checkpoint says of the training's data, which all of a run share."""
+    try:
+        folder = run.pointed("best") or run.pointed("latest")
+        if folder is None:
+            return None
+        # read as it is: what would check it needs torch, and a report is written without
+        card = json.loads((folder / "drafter.json").read_text(encoding="utf-8"))
+        return {"kind": card["kind"], "extra": card["extra"]}
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+        # what was measured is still to be reported
+        log.warning("nothing is said of the training of %s: %s", run.path, error)
+        return None
+
+
+def _step_of(run: RunDir, folder: Path) -> int | None:
+    """Give the step of a checkpoint of this run, wherever the run lay then; None for others."""
+    name, step = folder.parent.parent.name, re.fullmatch(r"step-(\d+)", folder.name)
+    is_own = folder.parent.name == "checkpoints" and name == run.path.resolve().name
+    return int(step[1]) if step and is_own else None
 
 
 def _gather(run: RunDir, suite: str, pending: tuple[str, ...]) -> ReportInput:
@@ -146,7 +178,7 @@ def _gather(run: RunDir, suite: str, pending: tuple[str, ...]) -> ReportInput:
     metrics = read_metrics(run.metrics_path)
     return ReportInput(
         result=evaluation.result,
-        training=training_facts(run, metrics),
+        training=training_facts(run, metrics, evaluation.result),
         metrics=metrics,
         samples=pick_samples(evaluation),
         run=run.path.name,

@@ -13,6 +13,7 @@ import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PositiveInt
@@ -166,7 +167,8 @@ class Drafter(nn.Module, ABC):
     `weight`: the loss is a mean over predictions, not over sequences. `grows_trees` says that
     `propose` answers a budget with a `tree`. `adapter` is what `adapters.adapt` put beside its
     linear layers; to that end those are called in training, while LM heads, which may be read as
-    matrices, are named lm_head(s).
+    matrices, are named lm_head(s). `folder` is where one that was opened by name was read from,
+    for the record.
 
     Lossless decoding does not depend on a drafter being good, only on the law it reports being the
     law it drew from. What it proposes may depend on the prefix alone (non-anticipation).
@@ -180,6 +182,7 @@ class Drafter(nn.Module, ABC):
     max_draft_tokens: int | None = None
     averages_tokens: bool = False
     adapter: "Adapter | None" = None
+    folder: Path | None = None
     grows_trees: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, kind: str | None, settings: type[DrafterSettings]) -> None:

@@ -278,6 +278,7 @@ class ArmResult:
         domains: in the suite's order.
         is_lossy: its rule does not keep the target's law; its name says so too.
         num_nodes: draft nodes of a tree at most; None for a chain.
+        folder: that its weights were read from; None for one built on the spot, or not known.
     """
 
     name: str
@@ -291,6 +292,7 @@ class ArmResult:
     domains: tuple[DomainResult, ...]
     is_lossy: bool = False
     num_nodes: int | None = None
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

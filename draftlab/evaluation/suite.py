@@ -357,6 +357,7 @@ def _arm_result(
         domains=tuple(domains),
         is_lossy=any(answer.is_lossy for answer in answers),
         num_nodes=None if plan.shape is None else plan.num_nodes,
+        folder=None if drafter.folder is None else str(drafter.folder),
     )
 
 

@@ -18,7 +18,7 @@ class TrainingFacts:
         num_tokens: answer tokens trained on, each counted once.
         num_conversations: conversations trained on.
         data: where they came from, in words.
-        best_step: step whose weights are used; None when the last.
+        measured_step: step whose weights were evaluated; None where that is not known.
     """
 
     drafter: str
@@ -27,7 +27,7 @@ class TrainingFacts:
     num_tokens: int
     num_conversations: int
     data: str
-    best_step: int | None
+    measured_step: int | None
 
 
 @dataclass(frozen=True, slots=True)

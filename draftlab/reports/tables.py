@@ -358,10 +358,10 @@ def training_table(training: Sequence[TrainingFacts]) -> Table | None:
                 Cell(words.number(facts.minutes, 1)),
                 Cell(words.count(facts.num_conversations)),
                 Cell(words.count(facts.num_tokens)),
-                Cell("last step" if facts.best_step is None else f"step {facts.best_step}"),
+                Cell(words.NOTHING if step is None else f"step {words.count(step)}"),
                 Cell(facts.data),
             )
         )
-        for facts in training
+        for facts, step in ((facts, facts.measured_step) for facts in training)
     ]
     return Table("Training", columns, tuple(rows))

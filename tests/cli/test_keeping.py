@@ -14,6 +14,7 @@ from draftlab.cli.main import main
 from draftlab.cli.reporting import find_evaluation, list_evaluations, write_report
 from draftlab.cli.schema import EvalCommandSettings, parse_drafter, settings_of
 from draftlab.drafters.store import build_drafter, save_drafter
+from draftlab.runs.metrics_log import MetricsLog
 from draftlab.runs.run_dir import RunDir, list_runs
 from draftlab.settings.compose import compose
 from draftlab.targets.tiny import tiny_target
@@ -160,6 +161,21 @@ def test_a_defect_is_told_whatever_lies_beside_the_evaluation(run, monkeypatch, 
     assert main(["eval", f"drafter={run.path}", *words]) == 3
     assert "the audit found 1 defects" in capsys.readouterr().err
     assert "stays as it is" in caplog.text
+
+
+def test_the_report_names_the_checkpoint_that_was_measured_not_the_best(run):
+    shutil.copytree(run.checkpoint_path(1), run.checkpoint_path(2))
+    run.point("best", 2)
+    log = MetricsLog(run.metrics_path)
+    log.log(2, "train", loss=1.0)
+    log.close()
+    assert main(["eval", f"drafter={run.checkpoint_path(1)}", *FEW]) == 0
+    assert summary_of(run, "smoke")["arms"][0]["folder"] == str(run.checkpoint_path(1).resolve())
+    text = run.report_md_path.read_text()
+    assert "step 1 " in text
+    assert "step 2 " not in text
+    assert main(["eval", f"drafter={run.path}", *FEW]) == 0
+    assert "step 2 " in (run.eval_path("smoke-2") / "report.md").read_text()
 
 
 def test_a_stage_that_is_still_to_come_is_named_in_the_runs_report(run):
