@@ -11,7 +11,7 @@ from draftlab.evaluation.audit_results import (
 from draftlab.evaluation.two_sample import POWER, FeatureTest
 from draftlab.reports.words import count, plural
 
-# total variation from which on a sampled part is called a weak one
+# shift from which on a sampled part is called a weak one
 _BLIND = 0.15
 
 
@@ -34,9 +34,17 @@ def audit_headline(report: AuditReport) -> str:
     drafts = [report.greedy.drafts, *([sampled.drafts] if sampled else [])]
     if not any(part.num_drafted for part in drafts):
         return f"PASSED, but proves nothing. {where}: no draft token was ever judged."
+    greedy_told, sampled_told = (
+        f"the {name} part proves nothing, for no draft token was judged in it"
+        for name in ("greedy", "sampled")
+    )
+    if report.greedy.drafts.num_drafted:
+        greedy_told = "greedy answers are the target's own"
     if sampled is None:
-        return f"PASSED. {where}: greedy answers are the target's own. Sampling was not audited."
-    return f"PASSED. {where}: greedy and sampled answers are the target's own; {_sight(sampled)}."
+        return f"PASSED. {where}: {greedy_told}. Sampling was not audited."
+    if sampled.drafts.num_drafted:
+        sampled_told = f"no difference in sampled answers; {_sight(sampled)}"
+    return f"PASSED. {where}: {greedy_told}; {sampled_told}."
 
 
 def audit_lines(report: AuditReport) -> list[str]:
@@ -48,11 +56,15 @@ def audit_lines(report: AuditReport) -> list[str]:
 
 
 def _sight(part: SampledPart) -> str:
-    """Say how small a difference the sampled part would have found."""
-    sizes = [test.detectable_tv for test in part.tests if test.detectable_tv is not None]
+    """Say how small a shift between tokens likely and unlikely the sampled part would have found.
+
+    No more: a law may differ within the bins of ranks, and no test looks there.
+    """
+    by_rank = [test.detectable_tv for test in part.tests if "by rank" in test.name]
+    sizes = [size for size in by_rank if size is not None]
     if not sizes:
         return "but there were too few sampled answers to find any difference: raise audit.minutes"
-    found = f"a law {min(sizes):.2f} away in total variation would have been found"
+    found = f"a shift of {min(sizes):.2f} between the ranks of tokens would have been found"
     few = "but only " if min(sizes) > _BLIND else ""
     more = ": raise audit.minutes" if few else ""
     return f"{few}{found}{more}"
@@ -124,7 +136,8 @@ def _sampled_lines(part: SampledPart) -> list[str]:
     lines += [_test_line(test) for test in part.tests]
     lines.append(
         "TV is the distance between the two histograms; a true one from the last figure on is "
-        f"found with {POWER:.0%} or more, smaller ones may go unseen"
+        f"found with {POWER:.0%} or more. Smaller ones may go unseen, and so may laws that differ "
+        "only inside a bin (ranks: 1, 2, 3, 4-5, 6-9, 10-17, 18-65, more)"
     )
     lines.append(_draft_line(part.drafts))
     lines.append(

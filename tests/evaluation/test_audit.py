@@ -83,6 +83,33 @@ def test_a_drafter_that_was_never_trained_passes(targets, kind, dtype):
     assert audit_headline(report).startswith("PASSED. ")
 
 
+@pytest.mark.parametrize("part", ["greedy", "sampled"])
+def test_a_part_without_judged_drafts_is_not_said_to_have_passed(target, part):
+    report = audited(target, "ngram", samples=512)
+    both = "greedy answers are the target's own; no difference in sampled answers; "
+    assert both in audit_headline(report)
+    idle = replace(getattr(report, part), drafts=DraftCounts(0, 0))
+    told = audit_headline(replace(report, **{part: idle}))
+    assert told.startswith("PASSED. ")
+    assert f"the {part} part proves nothing, for no draft token was judged in it" in told
+    other = {"greedy": "sampled", "sampled": "greedy"}[part]
+    assert f"{other} answers" in told
+    assert f"{part} answers" not in told
+
+
+def test_the_headline_claims_what_was_tested_a_shift_between_ranks(target):
+    """Lengths see less than a hundredth here; that says nothing of which tokens came out."""
+    report = audited(target, "ngram", samples=512)
+    sizes = {test.name: test.detectable_tv for test in report.sampled.tests}
+    length = next(test for test in report.sampled.tests if test.name == "length")
+    tests = (*report.sampled.tests, replace(length, detectable_tv=0.005))
+    told = audit_headline(replace(report, sampled=replace(report.sampled, tests=tests)))
+    least = min(size for name, size in sizes.items() if "by rank" in name and size is not None)
+    assert f"a shift of {least:.2f} between the ranks of tokens would have been found" in told
+    assert "total variation" not in told
+    assert any("only inside a bin" in line for line in audit_lines(report))
+
+
 def test_a_tree_passes(target):
     tree = {"kind": "static", "shape": [2, 1]}
     report = audited(target, "medusa", how=decode(tree=tree))
