@@ -8,8 +8,9 @@ does depend on K and is measured at each K, in turns, so that a slow moment of t
 all of them; the median forgets it.
 """
 
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from draftlab.decoding.records import Generation, StepRecord
 from draftlab.evaluation.results import LengthChoice, LengthOption
@@ -49,7 +50,8 @@ def choose_draft_length(
     # a drafter with fewer heads than the largest candidate never drafts more
     deepest = max((step.num_drafted for step in steps), default=0)
     usable = [k for k in candidates if k <= deepest] or [candidates[0]]
-    costs = _measure_steps([decoder_at(k) for k in usable], prompts[:_COST_PROMPTS], progress)
+    decoders = {k: decoder_at(k) for k in usable}
+    costs = _measure_steps(decoders, prompts[:_COST_PROMPTS], progress)
     options = []
     for k, step_s in zip(usable, costs, strict=True):
         tau = _tau_at(steps, k)
@@ -65,7 +67,7 @@ def _tau_at(steps: Sequence[StepRecord], k: int) -> float:
 
 
 def _measure_steps(
-    decoders: Sequence[Answers],
+    decoders: Mapping[int, Answers],
     prompts: Sequence[Sequence[int]],
     progress: Callable[[int, int], None] | None,
 ) -> list[float]:
@@ -73,9 +75,12 @@ def _measure_steps(
     seconds: list[list[float]] = [[] for _ in decoders]
     done, total = 0, (1 + len(prompts)) * len(decoders)
     for number, prompt in enumerate([*prompts[:1], *prompts]):
-        for decoder, found in zip(decoders, seconds, strict=True):
-            answers = decoder.generate([prompt], max_new_tokens=_COST_TOKENS, batch_size=1)
-            steps = _steps(answers)
+        for (k, decoder), found in zip(decoders.items(), seconds, strict=True):
+            # near its limit an answer has no room for K drafts, and fewer are cheaper
+            limit = _COST_TOKENS + k
+            (answer,) = decoder.generate([prompt], max_new_tokens=limit, batch_size=1)
+            before = itertools.accumulate((s.num_emitted for s in answer.steps), initial=1)
+            steps = [s for s, told in zip(answer.steps, before, strict=False) if limit - told > k]
             if number and steps:
                 # not the answer's time: of so short a one, what lies between steps weighs too much
                 found.append(statistics.fmean(s.draft_s + s.verify_s + s.commit_s for s in steps))

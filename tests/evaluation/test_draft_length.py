@@ -82,3 +82,25 @@ def test_only_steps_count_in_what_a_step_costs():
 def test_k_beyond_what_the_drafter_can_draft_is_not_tried():
     choice = choose(DecoderAt(right=9, base=0.010, each=0.0, deepest=3))
     assert [o.num_draft_tokens for o in choice.options] == [1, 2, 3]
+
+
+def test_drafts_cut_at_an_answers_end_make_no_k_look_cheaper():
+    class Cut(_Decoder):
+        """Drafts as many tokens as its answer has room for before the next one; all are wrong."""
+
+        def generate(self, prompts, *, max_new_tokens=None, batch_size=None, row_keys=None):
+            rooms = range(max_new_tokens - 1, 0, -1)  # the first token comes with the prompt
+            drafted = [min(self.k, room - 1) for room in rooms]
+            steps = [step(k, 0, verify_s=0.010 + 0.002 * k) for k in drafted]
+            return [generation(steps) for _ in prompts]
+
+    class CutAt(DecoderAt):
+        def __call__(self, k):
+            made = Cut(k, 0, 0.0)
+            made.k = k
+            return made
+
+    choice = choose(CutAt(right=0, base=0.010, each=0.002))
+    assert choice.num_draft_tokens == 1
+    expected = [0.010 + 0.002 * o.num_draft_tokens for o in choice.options]
+    assert [o.step_s for o in choice.options] == pytest.approx(expected)
