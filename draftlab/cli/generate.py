@@ -83,7 +83,7 @@ def run(args: Sequence[str]) -> int:
     def encode(question: Question) -> list[int]:
         try:
             return encode_turns(
-                target, question.messages, question.tools, settings.data.template_options
+                target, list(question.messages), question.tools, settings.data.template_options
             )
         except RowProblem as problem:
             said = f"{question.place}: cannot ask {question.title!r}: {problem}"
