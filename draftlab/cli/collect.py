@@ -131,13 +131,16 @@ def collect_samples(
             target.spec.max_positions,
         )
     store = ShardStore(answers_folder(target, questions, answering, paths, needs, seed, data))
+
+    def answer_in_turn() -> None:
+        if not store.missing(-(-len(questions) // answering.prompts_per_shard)):
+            log.info("answers are there already: %s", store.folder)
+            return  # a folder that is only read need not be writable
+        with store.hold():
+            _answer(target, questions, answering, store, needs, seed, data.max_tokens, answer_s)
+
     if may_answer:
-        target.run_on_first(
-            lambda: _answer(
-                target, questions, answering, store, needs, seed, data.max_tokens, answer_s
-            ),
-            is_first=is_first_rank,
-        )
+        target.run_on_first(answer_in_turn, is_first=is_first_rank)
         if not is_first_rank:
             _wait_for(store, len(questions), answering.prompts_per_shard)
         _require_all(store, len(questions), answering.prompts_per_shard, answer_s)
@@ -241,26 +244,8 @@ def _answer(
     max_tokens: int,
     answer_s: float | None,
 ) -> None:
-    if not store.missing(-(-len(questions) // answering.prompts_per_shard)):
-        log.info("answers are there already: %s", store.folder)
-        return
-    with store.hold():
-        _answer_missing(target, questions, answering, store, needs, seed, max_tokens, answer_s)
-
-
-def _answer_missing(
-    target: Target,
-    questions: list[Question],
-    answering: RegenerateSettings,
-    store: ShardStore,
-    needs: FeatureRequest,
-    seed: int,
-    max_tokens: int,
-    answer_s: float | None,
-) -> None:
     size = answering.prompts_per_shard
-    num_shards = -(-len(questions) // size)
-    missing = store.missing(num_shards)
+    missing = store.missing(-(-len(questions) // size))
     if not missing:
         return  # who held the folder before wrote them
     if answering.capture_features and answer_s is None:

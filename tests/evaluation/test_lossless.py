@@ -2,22 +2,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
 from draftlab.decoding.decoder import Decoder
 from draftlab.decoding.records import Generation
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.evaluation.lossless import Answer, audit, measure_tolerance, score_narrow
 from draftlab.sampling import GREEDY, Sampling
-from draftlab.settings.locate import conf_dir
 from draftlab.targets.step import Step
 from draftlab.targets.tiny import tiny_target
+from tests.evaluation.shipped import settings_from
 
 PROMPTS = [(7, 8, 9, 10), (40, 41), tuple(range(60, 75))]
-
-
-def settings_from(cls, name, **changes):
-    return cls(**{**yaml.safe_load((conf_dir() / name).read_text()), **changes})
 
 
 @pytest.fixture(scope="module")

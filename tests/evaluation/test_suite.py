@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.drafters.ngram import Ngram, NgramSettings
@@ -15,12 +14,8 @@ from draftlab.evaluation.files import read_eval
 from draftlab.evaluation.results import BASELINE
 from draftlab.evaluation.settings import EvalSettings
 from draftlab.evaluation.suite import AGAIN, evaluate
-from draftlab.settings.locate import conf_dir
 from draftlab.targets.tiny import tiny_target
-
-
-def settings_from(cls, name, **changes):
-    return cls(**{**yaml.safe_load((conf_dir() / name).read_text()), **changes})
+from tests.evaluation.shipped import settings_from
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
 from draftlab.decoding.settings import DecodeSettings
 from draftlab.drafters.medusa import Medusa, MedusaSettings
@@ -18,13 +17,9 @@ from draftlab.evaluation.suite import evaluate
 from draftlab.reports.compare import compare
 from draftlab.reports.facts import ReportInput
 from draftlab.reports.page import build_page
-from draftlab.settings.locate import conf_dir
 from draftlab.targets.tiny import tiny_target
 from tests.evaluation.scripted import generation, step
-
-
-def settings_from(cls, name, **changes):
-    return cls(**{**yaml.safe_load((conf_dir() / name).read_text()), **changes})
+from tests.evaluation.shipped import settings_from
 
 
 @pytest.fixture(scope="module")

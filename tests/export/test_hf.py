@@ -23,7 +23,7 @@ def test_transformers_computes_the_trained_draft_logits_from_the_folder(
     with torch.no_grad():
         logits = model(whole).logits[0, -len(tokens) - 1 : -1, :known]
     told = logits.log_softmax(-1).clamp_min(-80)
-    torch.testing.assert_close(told, log_probs[:, :known], atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(told, log_probs[:, :known], atol=1e-5, rtol=1e-5)
 
 
 def test_the_folder_serves_as_assistant_of_generate(target, build, settings, tmp_path):

@@ -125,7 +125,7 @@ def test_a_plain_reader_of_the_folder_is_as_sure_as_the_drafter(target, build, s
     tree = drafter.propose(state, budget, torch.zeros(1, 4))
     network = ReplayedDSpark(tmp_path / "out", target.view.embed, target.view.head_rows(None))
     told = network.confidence(taps[0], next_ids[0], tree.tokens[0])
-    torch.testing.assert_close(tree.confidence[0], told, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(tree.confidence[0], told, atol=1e-5, rtol=1e-5)
 
 
 def test_the_command_names_the_method_and_a_whole_block(target, build, settings, tmp_path):

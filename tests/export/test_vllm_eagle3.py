@@ -49,7 +49,7 @@ def test_a_plain_reader_of_the_folder_computes_the_trained_draft_logits_over_thr
         ids = head.target_ids()[: law_ids.shape[-1]]
         assert torch.equal(law_ids[0, 0], ids)
     told = logits[:, : log_probs.shape[-1]].log_softmax(-1).clamp_min(-80)
-    torch.testing.assert_close(told, log_probs, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(told, log_probs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_head_of_another_family_reads_back_the_same(family, build, drafted, 
     export_drafter(drafter, other.view, settings(), tmp_path / "out")
     _, logits = replay(other, tmp_path / "out", seen, next_ids, tokens)
     told = logits[:, : log_probs.shape[-1]].log_softmax(-1).clamp_min(-80)
-    torch.testing.assert_close(told, log_probs, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(told, log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_the_layer_numbers_in_the_config_name_the_features_the_head_was_trained_on(
@@ -100,7 +100,7 @@ def test_the_layer_numbers_in_the_config_name_the_features_the_head_was_trained_
             .log_softmax(-1)
             .clamp_min(-80)
         )
-    torch.testing.assert_close(told, log_probs, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(told, log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_a_reduced_vocabulary_ships_offsets_and_a_mask_that_agree(

@@ -24,7 +24,7 @@ def test_a_plain_reader_of_the_folder_computes_the_trained_draft_logits(
     with torch.no_grad():
         logits = ReplayedMTP(tmp_path / "out").draft(seen.final[0], next_ids, tokens)
     told = logits[:, : log_probs.shape[-1]].log_softmax(-1).clamp_min(-80)
-    torch.testing.assert_close(told, log_probs, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(told, log_probs, atol=1e-5, rtol=1e-5)
 
 
 def test_the_command_adds_the_key_that_the_targets_config_lacks(target, build, settings, tmp_path):

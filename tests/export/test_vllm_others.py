@@ -54,7 +54,7 @@ def test_a_plain_reader_of_the_folder_computes_the_trained_draft_logits(
         ids = torch.arange(count) + network.weights["d2t"]
         assert torch.equal(law_ids[0, 0], ids)
     told = logits[:, :count].log_softmax(-1).clamp_min(-80)
-    torch.testing.assert_close(told, log_probs, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(told, log_probs, atol=1e-5, rtol=1e-5)
 
 
 def test_an_eagle_folder_holds_no_norm_no_head_and_no_embedding(target, build, settings, tmp_path):
